@@ -64,15 +64,15 @@ class Args:
     num_envs: int = 4
     """N, environments that step together (in each process)"""
     num_steps: int | None = None
-    """T, steps per rollout; default 512 / N, at least 32: a batch of 512 rows, growing from N = 16 on"""
+    """T, steps per rollout; default 512 / N, at least 16: from N = 32 on, T * N grows by g = N / 32"""
     num_minibatches: int | None = None
-    """equal parts of the batch, one gradient step each; default 4"""
+    """equal parts of the batch, one gradient step each; default 4, times the power of two below g^(1/2)"""
     update_epochs: int | None = None
     """passes over each batch; default 4"""
     learning_rate: float | None = None
-    """step size of Adam at the start; default 2.5e-4, from 16 environments on times (N / 16)^(1/4)"""
+    """step size of Adam at the start; default 2.5e-4, times g^(1/4)"""
     total_timesteps: int | None = None
-    """rows to collect, by all processes together; default 500,000, from N = 16 on times (N / 16)^(1/2)"""
+    """rows to collect, by all processes together; default 500,000, times g^(1/2)"""
     clip_coef: float = 0.2
     """how far the probability ratio may move from 1 before it stops paying; usually 0.1 to 0.3"""
     ent_coef: float = 0.01
@@ -140,12 +140,12 @@ class Args:
             if value is not None and not low <= value <= high:  # NaN is in no range
                 raise BadInput(f"--{name.replace('_', '-')} must lie in [{low:g}, {high:g}], not {value}")
 
-        growth = max(1.0, self.num_envs * self.world_size / 16)  # of the batch: constant up to N = 16
-        self.num_steps = self.num_steps or max(32, 512 // self.num_envs)
-        self.num_minibatches = self.num_minibatches or 4
+        g = max(1.0, self.num_envs * self.world_size / 32)  # growth of the batch, over all processes
+        self.num_steps = self.num_steps or max(16, 512 // self.num_envs)
+        self.num_minibatches = self.num_minibatches or 4 * 2 ** int(math.log2(g) / 2)
         self.update_epochs = self.update_epochs or 4
-        self.learning_rate = self.learning_rate or 2.5e-4 * growth**0.25
-        self.total_timesteps = self.total_timesteps or round(500_000 * growth**0.5)
+        self.learning_rate = self.learning_rate or 2.5e-4 * g**0.25
+        self.total_timesteps = self.total_timesteps or round(500_000 * g**0.5)
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.torch_threads = self.torch_threads or (max(1, cores) if self.minibatch_size >= 16_384 else 1)
         self.eval_episodes = max(self.eval_episodes, int(self.capture_video))
@@ -213,29 +213,38 @@ def check_spaces(envs):
         raise BadInput(f"--env-id: observations must flatten to vectors of one length, unlike {observations}")
 
 
+def env_kwargs(args) -> dict:
+    """--env-kwargs, parsed. Raises BadInput unless it is a JSON object."""
+    try:
+        return {**json.loads(args.env_kwargs)}
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from error
+
+
+def make_vec(args, num_envs, seed, video_folder=None):
+    """The vector environment as gymnasium makes it."""
+    kwargs = env_kwargs(args)
+    if video_folder:
+        film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
+        wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
+        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, render_mode="rgb_array", **kwargs)
+    return gym.make_vec(args.env_id, num_envs, "async" if args.async_envs else None, **kwargs)
+
+
 def make_envs(args, num_envs, seed, video_folder=None):
     """A vector environment, reset with `seed`, that knows its fillers: see EpisodeTracker.
 
     With a `video_folder`, films every episode into it. Raises BadInput for what cannot be made or served.
     """
-    mode, wrappers = "async" if args.async_envs else None, []
     try:
-        kwargs = dict(json.loads(args.env_kwargs))
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from error
-    try:
-        glance = gym.make_vec(args.env_id, num_envs=1, **kwargs)
+        glance = make_vec(args, 1, seed)
         check_spaces(glance)
         glance.close()
-        if video_folder:
-            film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
-            kwargs["render_mode"], mode = "rgb_array", "sync"
-            wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
-        envs = gym.make_vec(args.env_id, num_envs, mode, wrappers=wrappers, **kwargs)
+        envs = make_vec(args, num_envs, seed, video_folder)
     except (gym.error.Error, ModuleNotFoundError) as error:
         raise BadInput(f"--env-id {args.env_id}: {error}") from error
     except TypeError as error:
-        raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
+        raise BadInput(f"--env-id {args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         envs = gym.wrappers.vector.FlattenObservation(envs)
     envs = EpisodeTracker(envs)
@@ -610,7 +619,7 @@ def log_iteration(writer, bar, global_step, scalars, episodes, recent_returns):
 def train(args) -> dict:
     """Trains as `args` says and leaves a run folder behind; returns the final numbers.
 
-    episodic_return: mean raw return of the last 100 episodes, or None; global_step: real rows collected;
+    episodic_return: mean raw return of the last max(100, N) episodes, or None; global_step: real rows so far;
     sps: those of this call per second; checkpoint: its path; eval_returns: list; signal: what ended it, or 0.
     Raises BadInput for what cannot be served, FloatingPointError when a loss or gradient is not finite.
     """
@@ -649,7 +658,9 @@ def train(args) -> dict:
             steps, episodes, signals = zip(*gather(news), strict=True)
             episodes, signal_number = np.concatenate(episodes), max(signals)
             global_step += sum(steps)
-            recent_returns = (recent_returns + episodes[:, 0].tolist())[-100:]
+            # As many as there are environments: of the last 100 alone, few would be long episodes.
+            window = max(100, args.num_envs * args.world_size)
+            recent_returns = (recent_returns + episodes[:, 0].tolist())[-window:]
             duration = time.perf_counter() - started
             seconds += duration
             if rank == 0:
