@@ -200,17 +200,17 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         return episodes
 
 
-def check_spaces(envs):
+def check_spaces(env_id, envs):
     """Raises BadInput unless observations flatten to vectors and an action is one choice among several."""
     observations, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete):
-        raise BadInput(f"--env-id: actions must be Discrete, not {actions}")
+        raise BadInput(f"--env-id {env_id}: actions must be Discrete, not {actions}")
     frames = observations.dtype == np.uint8 and len(observations.shape) >= 2
     if frames or len(observations.shape or ()) >= 3:
         hint = "; for uint8 frames there is ppo_atari.py" if frames else ""
-        raise BadInput(f"--env-id: observations must be vectors, not images as in {observations}{hint}")
+        raise BadInput(f"--env-id {env_id}: observations must be vectors, not images: {observations}{hint}")
     if not observations.is_np_flattenable or 0 in gym.spaces.flatten_space(observations).shape:
-        raise BadInput(f"--env-id: observations must flatten to vectors of one length, unlike {observations}")
+        raise BadInput(f"--env-id {env_id}: observations do not flatten to vectors: {observations}")
 
 
 def env_kwargs(args) -> dict:
@@ -227,7 +227,8 @@ def make_vec(args, num_envs, seed, video_folder=None):
     if video_folder:
         film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
         wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
-        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, render_mode="rgb_array", **kwargs)
+        kwargs["render_mode"] = "rgb_array"
+        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
     return gym.make_vec(args.env_id, num_envs, "async" if args.async_envs else None, **kwargs)
 
 
@@ -238,7 +239,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
     """
     try:
         glance = make_vec(args, 1, seed)
-        check_spaces(glance)
+        check_spaces(args.env_id, glance)
         glance.close()
         envs = make_vec(args, num_envs, seed, video_folder)
     except (gym.error.Error, ModuleNotFoundError) as error:
@@ -260,7 +261,7 @@ def derive_seed(*numbers) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
-# ---- 4. Networks: layer_init(), mlp(), Agent ----
+# ---- 4. Networks: Agent ----
 def layer_init(layer, std=2**0.5, bias=0.0):
     """The layer, with its weights orthogonal times `std` and its biases constant."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
@@ -270,10 +271,10 @@ def layer_init(layer, std=2**0.5, bias=0.0):
     return layer
 
 
-def mlp(num_inputs, num_outputs, std) -> nn.Sequential:
-    """Two hidden layers of 64 tanh units; `std` is the gain of the output layer."""
-    hidden = [layer_init(nn.Linear(num_inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, num_outputs), std))
+def hidden_layers(num_inputs) -> nn.Sequential:
+    """Two layers of 64 tanh units."""
+    layers = [layer_init(nn.Linear(num_inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*layers)
 
 
 class Agent(nn.Module):
@@ -289,8 +290,9 @@ class Agent(nn.Module):
         self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
         # [D13] Shared and separate MLP networks: separate, policy and value cannot disturb each other; with a
         # shared trunk, each can use what the other has learned.
-        self.critic = mlp(*self.obs_shape, 1, std=1.0)
-        self.actor = mlp(*self.obs_shape, space["n"], std=0.01)
+        self.critic = nn.Sequential(hidden_layers(*self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
+        output = layer_init(nn.Linear(64, space["n"]), std=0.01)
+        self.actor = nn.Sequential(hidden_layers(*self.obs_shape), output)
 
     def normalize(self, raw_obs) -> Tensor:
         """(n, ...) from the environments -> (n, D) for the networks."""

@@ -214,16 +214,16 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         return episodes
 
 
-def check_spaces(envs):
+def check_spaces(env_id, envs):
     """Raises BadInput unless observations flatten to vectors and actions are real numbers."""
     observations, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(actions, gym.spaces.Box) or actions.dtype.kind != "f" or 0 in actions.shape:
-        raise BadInput(f"--env-id: actions must be a Box of floating-point numbers, not {actions}")
+        raise BadInput(f"--env-id {env_id}: actions must be a Box of floating-point numbers, not {actions}")
     frames = observations.dtype == np.uint8 and len(observations.shape) >= 2
     if frames or len(observations.shape or ()) >= 3:
-        raise BadInput(f"--env-id: observations must be vectors, not images as in {observations}")
+        raise BadInput(f"--env-id {env_id}: observations must be vectors, not images: {observations}")
     if not observations.is_np_flattenable or 0 in gym.spaces.flatten_space(observations).shape:
-        raise BadInput(f"--env-id: observations must flatten to vectors of one length, unlike {observations}")
+        raise BadInput(f"--env-id {env_id}: observations do not flatten to vectors: {observations}")
 
 
 def env_kwargs(args) -> dict:
@@ -250,7 +250,7 @@ def uses_envpool(args) -> bool:
 
 @contextlib.contextmanager
 def quiet_mujoco():
-    """Silences MuJoCo 4, which warns of gymnasium's models, on stderr and in a file, whenever it loads one."""
+    """Silences MuJoCo 4, which warns of gymnasium's models on stderr and in a file, whenever it loads one."""
     previous = mujoco.get_mju_user_warning()
     mujoco.set_mju_user_warning(lambda text: None)
     try:
@@ -266,13 +266,15 @@ def make_vec(args, num_envs, seed, video_folder=None):
     if video_folder:
         film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
         wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
-        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, render_mode="rgb_array", **kwargs)
+        kwargs["render_mode"] = "rgb_array"
+        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
     if num_envs >= 512:
         print(f"building {num_envs} environments ...", flush=True)
     if uses_envpool(args):  # its threads seed the environments now, not when they are reset
         threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        pool = envpool.make_gymnasium(args.env_id, num_envs=num_envs, seed=seed, num_threads=threads, **kwargs)
-        envs = gym.vector.VectorWrapper(pool)  # whose space can be set: the pool's is that of one environment
+        kwargs |= {"num_envs": num_envs, "num_threads": threads, "seed": seed}
+        pool = envpool.make_gymnasium(args.env_id, **kwargs)
+        envs = gym.vector.VectorWrapper(pool)  # to set its space: the pool's is that of one environment
         envs.observation_space = gym.vector.utils.batch_space(pool.single_observation_space, num_envs)
         return envs
     return gym.make_vec(args.env_id, num_envs, "async" if args.async_envs else None, **kwargs)
@@ -285,7 +287,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
     """
     try:
         glance = make_vec(args, 1, seed)
-        check_spaces(glance)
+        check_spaces(args.env_id, glance)
         glance.close()
         envs = make_vec(args, num_envs, seed, video_folder)
     except (gym.error.Error, ModuleNotFoundError) as error:
@@ -307,7 +309,7 @@ def derive_seed(*numbers) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
-# ---- 4. Networks: layer_init(), mlp(), Agent ----
+# ---- 4. Networks: Agent ----
 def layer_init(layer, std=2**0.5, bias=0.0):
     """The layer, with its weights orthogonal times `std` and its biases constant."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
@@ -317,10 +319,10 @@ def layer_init(layer, std=2**0.5, bias=0.0):
     return layer
 
 
-def mlp(num_inputs, num_outputs, std) -> nn.Sequential:
-    """Two hidden layers of 64 tanh units; `std` is the gain of the output layer."""
-    hidden = [layer_init(nn.Linear(num_inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-    return nn.Sequential(*hidden, layer_init(nn.Linear(64, num_outputs), std))
+def hidden_layers(num_inputs) -> nn.Sequential:
+    """Two layers of 64 tanh units."""
+    layers = [layer_init(nn.Linear(num_inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*layers)
 
 
 class RunningMoments(nn.Module):
@@ -379,9 +381,10 @@ class Agent(nn.Module):
         self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
         # [D13] Shared and separate MLP networks: separate, policy and value cannot disturb each other; with a
         # shared trunk, each can use what the other has learned.
-        self.critic = mlp(*self.obs_shape, 1, std=1.0)
+        self.critic = nn.Sequential(hidden_layers(*self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
         # [D26] Separate MLP networks for continuous control: as D13, for MuJoCo's tasks the better choice.
-        self.actor = mlp(*self.obs_shape, *self.action_shape, std=0.01)
+        output = layer_init(nn.Linear(64, *self.action_shape), std=0.01)
+        self.actor = nn.Sequential(hidden_layers(*self.obs_shape), output)
         # [D24] State-independent log standard deviation: one parameter per component, the same in all states.
         self.log_std = nn.Parameter(torch.zeros(self.action_shape))
         self.norm_obs, self.norm_reward, self.gamma = args.norm_obs, args.norm_reward, args.gamma

@@ -1,0 +1,720 @@
+"""Proximal policy optimization (PPO) with one network for policy and value, complete in this file.
+
+    python ppo_shared.py                     # CartPole-v1
+    python ppo_shared.py --num-envs 4096     # the same task, from 4,096 environments at once
+    python ppo_shared.py --env-id LunarLander-v3 --total-timesteps 1000000 --capture-video
+    python ppo_shared.py --help              # every flag, with its meaning and default
+
+Letters in the comments on shapes: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows,
+M rows of a minibatch, D numbers of an observation. Sections 5 to 8 follow one iteration, in its order.
+
+Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
+2022, "The 37 Implementation Details of Proximal Policy Optimization", which the tags [D01] to [D37] number.
+"""
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch==2.13.0",
+#   "numpy==2.4.6",
+#   "gymnasium[box2d,classic-control]==1.4.0",
+#   "tyro==1.0.17",
+#   "tensorboard==2.21.0",
+#   "tqdm==4.70.1",
+#   "moviepy==2.2.1",
+# ]
+# ///
+
+# ---- 1. Imports ----
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ---- 2. Arguments: Args ----
+class BadInput(ValueError):
+    """A flag or a space that cannot be served; on the command line, exit status 2."""
+
+
+@dataclass
+class Args:
+    """Flags; those with default None follow from --num-envs (N) and from each other, as their lines say."""
+
+    env_id: str = "CartPole-v1"
+    """gymnasium id of the environment; module:Env-v0 imports the module that registers it"""
+    num_envs: int = 4
+    """N, environments that step together (in each process)"""
+    num_steps: int | None = None
+    """T, steps per rollout; default 512 / N, at least 16: from N = 32 on, T * N grows by g = N / 32"""
+    num_minibatches: int | None = None
+    """equal parts of the batch, one gradient step each; default 4, times the power of two below g^(1/2)"""
+    update_epochs: int | None = None
+    """passes over each batch; default 4"""
+    learning_rate: float | None = None
+    """step size of Adam at the start; default 2.5e-4, times g^(1/4)"""
+    total_timesteps: int | None = None
+    """rows to collect, by all processes together; default 500,000, times g^(1/2)"""
+    clip_coef: float = 0.2
+    """how far the probability ratio may move from 1 before it stops paying; usually 0.1 to 0.3"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus; usually 0 to 0.01"""
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run folder's name"""
+    seed: int = 1
+    """seed of weights, actions, shuffles and environments"""
+    env_kwargs: str = "{}"
+    """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
+    async_envs: bool = False
+    """give each gymnasium environment a process of its own, which pays for slow ones"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly towards 0"""
+    anneal_clip: bool = False
+    """lower the clip range linearly towards 0, of policy and value"""
+    gamma: float = 0.99
+    """discount per step"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation: 0 trusts the value function, 1 the rewards alone"""
+    bootstrap_truncation: bool = True
+    """value what a time limit cut off; --no-bootstrap-truncation takes a time limit for death"""
+    norm_adv: bool = True
+    """normalize advantages in each minibatch"""
+    clip_vloss: bool = True
+    """limit the change of values in the value loss by the clip range"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """upper limit for the L2 norm of the gradient"""
+    target_kl: float | None = None
+    """stop learning from a batch when a minibatch's KL divergence exceeds this; usually 0.01 to 0.05"""
+    cuda: bool = True
+    """use the GPU if there is one"""
+    torch_deterministic: bool = True
+    """have cuDNN use reproducible algorithms only"""
+    torch_threads: int | None = None
+    """CPU threads of PyTorch; default 1, for minibatches of 16,384 rows and more one per core"""
+    compile: bool = False
+    """compile the loss with torch.compile, which takes half a minute at the start"""
+    checkpoint_interval: int = 25
+    """iterations between two checkpoints; the end of the run always writes one"""
+    resume: str | None = None
+    """continue from this checkpoint.pt: its flags are the defaults, what is typed now wins"""
+    eval_episodes: int = 0
+    """deterministic episodes to play at the end, with --capture-video at least 1"""
+    capture_video: bool = False
+    """film the episodes played at the end"""
+
+    def __post_init__(self):
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.resume:
+            given = load_checkpoint(self.resume)["args"] | given
+            vars(self).update(given)
+        # Checkpoints hold what was given, not what follows from it: a resumed run derives its defaults anew.
+        self.given = {name: value for name, value in given.items() if name != "resume"}
+
+        ranges = dict.fromkeys(["num_envs", "num_steps", "num_minibatches", "update_epochs"], (1, 1e15))
+        ranges |= dict.fromkeys(["total_timesteps", "torch_threads", "checkpoint_interval"], (1, 1e15))
+        ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
+        ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1))
+        ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # NaN is in no range
+                raise BadInput(f"--{name.replace('_', '-')} must lie in [{low:g}, {high:g}], not {value}")
+
+        g = max(1.0, self.num_envs * self.world_size / 32)  # growth of the batch, over all processes
+        self.num_steps = self.num_steps or max(16, 512 // self.num_envs)
+        self.num_minibatches = self.num_minibatches or 4 * 2 ** int(math.log2(g) / 2)
+        self.update_epochs = self.update_epochs or 4
+        self.learning_rate = self.learning_rate or 2.5e-4 * g**0.25
+        self.total_timesteps = self.total_timesteps or round(500_000 * g**0.5)
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.torch_threads = self.torch_threads or (max(1, cores) if self.minibatch_size >= 16_384 else 1)
+        self.eval_episodes = max(self.eval_episodes, int(self.capture_video))
+
+        batch = f"--num-envs {self.num_envs} x --num-steps {self.num_steps} x {self.world_size} process(es)"
+        if self.minibatch_size < 2:
+            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves under 2 rows each of {batch}")
+        if self.num_iterations < 1:
+            raise BadInput(f"--total-timesteps {self.total_timesteps} is less than one iteration of {batch}")
+
+    world_size = property(lambda self: int(os.environ.get("WORLD_SIZE", "1")))  # processes, as torchrun says
+    batch_size = property(lambda self: self.num_envs * self.num_steps)  # B, rows of a rollout, per process
+    minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)  # M, in some parts M + 1
+    rows_per_iteration = property(lambda self: self.batch_size * self.world_size)
+    num_iterations = property(lambda self: self.total_timesteps // self.rows_per_iteration)  # I
+
+
+# ---- 3. Environments: make_envs() ----
+class EpisodeTracker(gym.vector.VectorWrapper):
+    """Knows what the coming step starts from, and keeps the score of whole episodes.
+
+    obs: (N, ...) raw observations, which the coming actions answer
+    fillers: (N,) bool, rows of the coming step that are no experience: the step after the end of an episode
+    ignores its action and returns the first observation of a new episode, with reward 0
+    """
+
+    def __init__(self, envs):
+        super().__init__(envs)
+        if (mode := envs.metadata.get("autoreset_mode")) != gym.vector.AutoresetMode.NEXT_STEP:
+            raise BadInput(f"--env-id: the vector environment resets by {mode}, only NEXT_STEP is served")
+
+    def reset(self, *, seed=None, options=None):
+        self.obs, infos = self.env.reset(seed=seed, options=options)
+        self.fillers = np.zeros(self.num_envs, bool)
+        self.returns, self.lengths = np.zeros((2, self.num_envs))
+        self.ended = []
+        return self.obs, infos
+
+    def step(self, actions):
+        self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        self.returns += rewards
+        self.lengths += ~self.fillers
+        self.fillers = terminations | truncations
+        if self.fillers.any():
+            self.ended.append(np.stack([self.returns, self.lengths], axis=1)[self.fillers])
+            self.returns[self.fillers] = self.lengths[self.fillers] = 0
+        return self.obs, rewards, terminations, truncations, infos
+
+    def pop_episodes(self) -> np.ndarray:
+        """(episodes, 2): raw return and length of each that ended since the last call."""
+        episodes, self.ended = np.concatenate([np.zeros((0, 2)), *self.ended]), []
+        return episodes
+
+
+def check_spaces(env_id, envs):
+    """Raises BadInput unless observations flatten to vectors and an action is one choice among several."""
+    observations, actions = envs.single_observation_space, envs.single_action_space
+    if not isinstance(actions, gym.spaces.Discrete):
+        raise BadInput(f"--env-id {env_id}: actions must be Discrete, not {actions}")
+    frames = observations.dtype == np.uint8 and len(observations.shape) >= 2
+    if frames or len(observations.shape or ()) >= 3:
+        hint = "; for uint8 frames there is ppo_atari.py" if frames else ""
+        raise BadInput(f"--env-id {env_id}: observations must be vectors, not images: {observations}{hint}")
+    if not observations.is_np_flattenable or 0 in gym.spaces.flatten_space(observations).shape:
+        raise BadInput(f"--env-id {env_id}: observations do not flatten to vectors: {observations}")
+
+
+def env_kwargs(args) -> dict:
+    """--env-kwargs, parsed. Raises BadInput unless it is a JSON object."""
+    try:
+        return {**json.loads(args.env_kwargs)}
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from error
+
+
+def make_vec(args, num_envs, seed, video_folder=None):
+    """The vector environment as gymnasium makes it."""
+    kwargs = env_kwargs(args)
+    if video_folder:
+        film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
+        wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
+        kwargs["render_mode"] = "rgb_array"
+        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
+    return gym.make_vec(args.env_id, num_envs, "async" if args.async_envs else None, **kwargs)
+
+
+def make_envs(args, num_envs, seed, video_folder=None):
+    """A vector environment, reset with `seed`, that knows its fillers: see EpisodeTracker.
+
+    With a `video_folder`, films every episode into it. Raises BadInput for what cannot be made or served.
+    """
+    try:
+        glance = make_vec(args, 1, seed)
+        check_spaces(args.env_id, glance)
+        glance.close()
+        envs = make_vec(args, num_envs, seed, video_folder)
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        raise BadInput(f"--env-id {args.env_id}: {error}") from error
+    except TypeError as error:
+        raise BadInput(f"--env-id {args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        envs = gym.wrappers.vector.FlattenObservation(envs)
+    envs = EpisodeTracker(envs)
+    envs.reset(seed=seed)
+    return envs
+
+
+EVALUATION = 2**32 - 1  # stands for the rank in the seed of the environment that evaluates
+
+
+def derive_seed(*numbers) -> int:
+    """A seed far from those of other numbers: environment i takes seed + i, so near ones would overlap."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
+
+
+# ---- 4. Networks: Agent ----
+def layer_init(layer, std=2**0.5, bias=0.0):
+    """The layer, with its weights orthogonal times `std` and its biases constant."""
+    # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
+    # 0.01 for the policy, so that it starts with all actions almost equally likely.
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias)
+    return layer
+
+
+def hidden_layers(num_inputs) -> nn.Sequential:
+    """Two layers of 64 tanh units."""
+    layers = [layer_init(nn.Linear(num_inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+class Agent(nn.Module):
+    """Policy and value function. It alone knows dtype and shape of observations and actions."""
+
+    def __init__(self, envs, args):
+        super().__init__()
+        self.obs_shape, self.obs_dtype = (math.prod(envs.single_observation_space.shape),), torch.float32
+        self.action_shape, self.action_dtype = (), torch.int64
+        space = {"n": int(envs.single_action_space.n), "start": int(envs.single_action_space.start)}
+        self.first_action = space["start"]
+        # What this method reads of `envs`, as plain values: load_agent() has no environments.
+        self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
+        # [D13] Shared and separate MLP networks: separate, policy and value cannot disturb each other; with a
+        # shared trunk, each can use what the other has learned.
+        self.trunk = hidden_layers(*self.obs_shape)
+        self.critic = layer_init(nn.Linear(64, 1), std=1.0)
+        self.actor = layer_init(nn.Linear(64, space["n"]), std=0.01)
+
+    def normalize(self, raw_obs) -> Tensor:
+        """(n, ...) from the environments -> (n, D) for the networks."""
+        device = next(self.parameters()).device
+        return torch.as_tensor(raw_obs, dtype=self.obs_dtype, device=device).flatten(1)
+
+    def observe(self, raw_obs, valid) -> Tensor:
+        """normalize(), after statistics learned from the rows with valid (n,) = 1; none are kept here."""
+        return self.normalize(raw_obs)
+
+    def scale_rewards(self, rewards, dones, valid) -> Tensor:
+        """(N,) raw rewards -> (N,) rewards to learn from; the same here."""
+        return rewards
+
+    def merge_normalizers(self):
+        """Lets all processes share their statistics; none are kept here."""
+
+    def get_value(self, obs) -> Tensor:
+        """(n, D) -> (n,)"""
+        return self.critic(self.trunk(obs)).squeeze(-1)
+
+    def act(self, obs, deterministic=False) -> Tensor:
+        """(n, D) -> (n,), sampled or the most likely ones, counted from 0."""
+        logits = self.actor(self.trunk(obs))  # (n, actions)
+        if not deterministic:  # the largest of logits + Gumbel noise is a sample of their softmax
+            logits = logits - torch.empty_like(logits).exponential_().log()
+        return logits.argmax(-1)
+
+    def env_actions(self, actions) -> np.ndarray:
+        """Actions as the environments take them."""
+        return actions.cpu().numpy() + self.first_action
+
+    def evaluate_actions(self, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of batch.actions, entropies and values, each in the shape of batch.valid."""
+        hidden = self.trunk(batch.obs)  # (..., 64)
+        log_probs = self.actor(hidden).log_softmax(-1)  # (..., actions)
+        logprobs = log_probs.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
+        return logprobs, -(log_probs.exp() * log_probs).sum(-1), self.critic(hidden).squeeze(-1)
+
+
+# ---- 5. Experience: rollout() ----
+class Rollout(NamedTuple):
+    """What T steps in N environments gave; as a minibatch, M rows of what the loss reads, the rest None."""
+
+    obs: Tensor  # (T, N, *obs_shape) normalized
+    actions: Tensor  # (T, N, *action_shape) as sampled
+    valid: Tensor  # (T, N) float32, 0 on fillers, 1 on real rows
+    rewards: Tensor | None = None  # (T, N) float32, to learn from
+    terminations: Tensor | None = None  # (T, N) float32, 1 where an episode ended by the rules of its task
+    dones: Tensor | None = None  # (T, N) float32, 1 where it ended by them or by a time limit
+    next_obs: Tensor | None = None  # (N, *obs_shape) normalized, what the last step led to
+    logprobs: Tensor | None = None  # (T, N) float32, of the policy that acted
+    values: Tensor | None = None  # (T, N) float32, before learning from this rollout
+    advantages: Tensor | None = None  # (T, N) float32
+    returns: Tensor | None = None  # (T, N) float32, targets of the value function
+
+
+def rollout(agent, envs, args) -> Rollout:
+    """Acts for T steps in all environments."""
+    T, N, device = args.num_steps, envs.num_envs, next(agent.parameters()).device
+    obs = torch.zeros((T + 1, N, *agent.obs_shape), dtype=agent.obs_dtype, device=device)
+    actions = torch.zeros((T, N, *agent.action_shape), dtype=agent.action_dtype, device=device)
+    rewards, terminations, dones, valid = torch.zeros((4, T, N), device=device)
+    with torch.inference_mode():
+        for t in range(T):
+            # [D01] Vectorized architecture: N environments take T steps each, from where the last rollout
+            # stopped; long episodes are learned from piece by piece.
+            valid[t] = torch.as_tensor(~envs.fillers)
+            obs[t] = agent.observe(envs.obs, valid[t])
+            actions[t] = agent.act(obs[t])
+            _, raw_rewards, terminated, truncated, _ = envs.step(agent.env_actions(actions[t]))
+            terminations[t] = torch.as_tensor(terminated)
+            dones[t] = torch.as_tensor(terminated | truncated)
+            rewards[t] = agent.scale_rewards(torch.as_tensor(raw_rewards, device=device), dones[t], valid[t])
+        obs[T] = agent.normalize(envs.obs)
+    return Rollout(obs[:T], actions, valid, rewards, terminations, dones, next_obs=obs[T])
+
+
+# ---- 6. Advantages: gae(), evaluate_rollout() ----
+def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, both (T, N), of Schulman et al. 2016, arXiv 1506.02438, equation 16.
+
+    rewards, terminations, dones: (T, N); values: (T+1, N), the last row of what the last step led to.
+    """
+    # [D05] Generalized advantage estimation: what follows a termination is worth 0, what a time limit cut off
+    # is worth the value of the last observation; later rewards flow back across neither.
+    deltas = rewards + gamma * values[1:] * (1 - terminations) - values[:-1]  # (T, N)
+    decay = gamma * gae_lambda * (1 - dones)  # (T, N)
+    advantages, following = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # (T, N), (N,)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = following = deltas[t] + decay[t] * following
+    return advantages, advantages + values[:-1]
+
+
+@torch.no_grad()
+def evaluate_rollout(agent, batch, args) -> Rollout:
+    """The rollout with logprobs, values, advantages and returns filled in; to be called before any update."""
+    logprobs, _, values = agent.evaluate_actions(batch)  # (T, N)
+    values = torch.cat([values, agent.get_value(batch.next_obs)[None]])  # (T+1, N)
+    deaths = batch.terminations if args.bootstrap_truncation else batch.dones
+    advantages, returns = gae(batch.rewards, values, deaths, batch.dones, args.gamma, args.gae_lambda)
+    return batch._replace(logprobs=logprobs, values=values[:-1], advantages=advantages, returns=returns)
+
+
+# ---- 7. Loss: ppo_loss() ----
+def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
+    """The loss of one minibatch, and its debug variables (6,) in the order of DEBUG.
+
+    All means are over real rows. clip_coef is a tensor: for each new float, code would be compiled anew.
+    """
+    weights = batch.valid / batch.valid.sum().clamp(min=1)  # (M,), with sum 1, or 0 if all rows are fillers
+    logprobs, entropies, values = agent.evaluate_actions(batch)
+    log_ratio = logprobs - batch.logprobs
+    ratio = log_ratio.exp()
+
+    advantages = batch.advantages
+    if args.norm_adv:
+        # [D07] Normalization of advantages: per minibatch, not per batch.
+        advantages = advantages - (advantages * weights).sum()
+        advantages = advantages / ((advantages.square() * weights).sum().sqrt() + 1e-8)
+
+    # [D08] Clipped surrogate objective: a ratio that left the clip range on the side that pays gets no
+    # gradient; one that left it on the other side is still called back.
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    policy_loss = (torch.maximum(-advantages * ratio, -advantages * clipped_ratio) * weights).sum()
+
+    squared_errors = (values - batch.returns).square()
+    if args.clip_vloss:
+        # [D09] Value function loss clipping: the larger of two errors, one of them with the value kept near
+        # the old one.
+        clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
+        squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
+    value_loss = 0.5 * (squared_errors * weights).sum()
+
+    # [D10] Overall loss and entropy bonus: one loss, and so one optimizer, for policy and value.
+    entropy = (entropies * weights).sum()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+
+    # [D12] Debug variables: means over all minibatches of an iteration, where many ports log the last one
+    # only. Two estimates of the KL divergence, k1 and k3 of joschu.net/blog/kl-approx.html; k3 is never
+    # negative.
+    clipped = ((ratio - 1).abs() > clip_coef).float()
+    means = [(x * weights).sum() for x in (-log_ratio, ratio - 1 - log_ratio, clipped)]
+    return loss, torch.stack([policy_loss, value_loss, entropy, *means]).detach()
+
+
+# ---- 8. Learning: update() ----
+
+NAMES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac grad_norm explained_variance"
+DEBUG = [f"losses/{name}" for name in NAMES.split()]
+
+
+def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
+    """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
+    device, parameters = batch.valid.device, list(agent.parameters())
+    unread = dict.fromkeys(["rewards", "terminations", "dones", "next_obs"])  # by the loss
+    columns = [None if x is None else x.flatten(0, 1) for x in batch._replace(**unread)]  # (B, ...) each
+    clip_coef, debug_sum, minibatches, steps = torch.tensor(clip_coef, device=device), 0, 0, 0
+    # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
+    shuffles = (torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs))
+    for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
+        minibatch = Rollout(*(None if x is None else x[rows] for x in columns))
+        loss, debug = loss_fn(agent, minibatch, clip_coef, args)
+        optimizer.zero_grad()
+        loss.backward()
+        if dist.is_initialized():
+            # [A2] Parallelized gradient update: the mean over the real rows of all processes, so that K of
+            # them with N environments learn as one with K * N would.
+            means = [debug, *(parameter.grad for parameter in parameters), torch.ones(1, device=device)]
+            sums = nn.utils.parameters_to_vector(means) * minibatch.valid.sum()
+            dist.all_reduce(sums)
+            nn.utils.vector_to_parameters(sums / sums[-1].clamp(min=1), means)
+        # [D11] Global gradient clipping: by one norm over all parameters.
+        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        debug_sum, minibatches = debug_sum + torch.cat([debug, grad_norm[None]]), minibatches + 1
+        # [A3] Early stopping of the policy optimizations: the step that would lead even further is not taken.
+        if args.target_kl is not None and debug[DEBUG.index("losses/approx_kl")] > args.target_kl:
+            break
+        optimizer.step()
+        steps += 1
+    real = batch.valid > 0
+    residuals, returns = (batch.returns - batch.values)[real], batch.returns[real]
+    explained_variance = 1 - residuals.var(correction=0) / returns.var(correction=0)
+    means = torch.cat([debug_sum / minibatches, explained_variance[None]]).tolist()
+    return dict(zip(DEBUG, means, strict=True)) | {"losses/gradient_steps": steps}
+
+
+# ---- 9. What was learned: evaluate_policy(), save_checkpoint(), load_checkpoint(), load_agent() ----
+@torch.inference_mode()
+def evaluate_policy(agent, envs, num_episodes, max_steps=100_000) -> list[float]:
+    """Raw returns of deterministic episodes in one environment, with normalizers as they are.
+
+    Fewer than num_episodes come back if they take more than max_steps each on average.
+    """
+    returns = []
+    for _ in range(max_steps * num_episodes):
+        envs.step(agent.env_actions(agent.act(agent.normalize(envs.obs), deterministic=True)))
+        returns += envs.pop_episodes()[:, 0].tolist()
+        if len(returns) == num_episodes:
+            break
+    return returns
+
+
+def on_cpu(x):
+    """A nest of dicts, lists, tensors and plain values, with its tensors on the CPU."""
+    if isinstance(x, dict):
+        return {key: on_cpu(value) for key, value in x.items()}
+    return [on_cpu(value) for value in x] if isinstance(x, list) else x.cpu() if isinstance(x, Tensor) else x
+
+
+def save_checkpoint(path, agent, optimizer, args, progress):
+    """Writes what load_agent() and --resume need; `path` holds the old file or the new one, never a part."""
+    state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "spaces": agent.spaces}
+    state |= {"args": args.given, "progress": progress, "rng": torch.get_rng_state()}
+    state["cuda_rng"] = torch.cuda.get_rng_state() if next(agent.parameters()).is_cuda else None
+    torch.save(on_cpu(state), f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def load_checkpoint(path) -> dict:
+    """What save_checkpoint() wrote, on the CPU. Raises BadInput where no file is."""
+    if not Path(path).is_file():
+        raise BadInput(f"--resume {path}: there is no such file")
+    return torch.load(path, map_location="cpu")
+
+
+def load_agent(path) -> Agent:
+    """The agent of a checkpoint, ready for agent.act(agent.normalize(raw_obs), deterministic=True)."""
+    checkpoint = load_checkpoint(path)
+    spaces = {name: argparse.Namespace(**space) for name, space in checkpoint["spaces"].items()}
+    agent = Agent(argparse.Namespace(**spaces), Args(**checkpoint["args"]))
+    agent.load_state_dict(checkpoint["agent"])
+    return agent
+
+
+# ---- 10. Training: train() ----
+def start_process(args) -> tuple[int, torch.device]:
+    """Rank and device of this process; joins the others if torchrun started several."""
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if args.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_num_threads(args.torch_threads)
+    return int(os.environ.get("RANK", "0")), device
+
+
+def gather(x) -> list:
+    """The x of every process, in order of rank."""
+    everyone = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, x)
+    return everyone
+
+
+@contextlib.contextmanager
+def noted_signals():
+    """Yields a list to which Ctrl-C or SIGTERM adds its number; the second one ends the process at once."""
+    noted = []
+
+    def note(number, frame):
+        noted.append(number)
+        for each in previous:
+            signal.signal(each, signal.SIG_DFL)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
+    previous = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
+    try:
+        yield noted
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def build(args, rank, device, saved, iterations_done) -> tuple:
+    """Environments, agent, optimizer: new, or as in the checkpoint `saved`."""
+    envs = make_envs(args, args.num_envs, derive_seed(args.seed, rank, iterations_done))
+    torch.manual_seed(args.seed)  # the same weights in every process
+    agent = Agent(envs, args).to(device)
+    # [D03] Adam epsilon 1e-5: with PyTorch's 1e-8, parameters with tiny gradients would take full steps.
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    torch.manual_seed(derive_seed(args.seed, rank, iterations_done))  # other actions and shuffles in each
+    if saved:
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if rank == 0:  # whose random numbers were saved
+            torch.set_rng_state(saved["rng"])
+            if device.type == "cuda" and saved["cuda_rng"] is not None:
+                torch.cuda.set_rng_state(saved["cuda_rng"])
+    if dist.is_initialized():
+        for tensor in agent.state_dict().values():
+            dist.broadcast(tensor, 0)
+    return envs, agent, optimizer
+
+
+def open_run(args, envs) -> tuple:
+    """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
+    env_name = args.env_id.replace("/", "-").replace(":", "-")
+    folder = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}")
+    folder.mkdir(parents=True)
+    shutil.copy(__file__, folder)
+    eval_envs = None
+    if args.eval_episodes:  # made now, so that a missing renderer is noticed before training
+        films = folder / "videos" if args.capture_video else None
+        eval_envs = make_envs(args, 1, derive_seed(args.seed, EVALUATION), films)
+    batch = f"{args.num_envs} envs x {args.num_steps} steps = {args.batch_size:,} rows per iteration"
+    learning = f"{args.update_epochs} epochs x {args.num_minibatches} minibatches of {args.minibatch_size:,}"
+    processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
+    print(f"{args.env_id} by {type(envs.unwrapped).__name__}; logs and checkpoint in {folder}")
+    print(f"{batch}; {learning}{processes}; {args.num_iterations:,} iterations", flush=True)
+    return folder, SummaryWriter(folder), eval_envs
+
+
+def log_iteration(writer, bar, global_step, scalars, episodes, recent_returns):
+    """One set of scalars, one move of the progress bar."""
+    if len(episodes):
+        scalars["charts/episodic_return"], scalars["charts/episodic_length"] = episodes.mean(0)
+    for name, value in scalars.items():
+        writer.add_scalar(name, value, global_step)
+    mean_return = f"{np.mean(recent_returns):.5g}" if recent_returns else "unknown (no episode has ended)"
+    speed = f"{scalars['charts/SPS']:,.0f} steps/s"
+    bar.set_postfix_str(f"step {global_step:,}, {speed}, return {mean_return}", refresh=False)
+    bar.update()
+
+
+def train(args) -> dict:
+    """Trains as `args` says and leaves a run folder behind; returns the final numbers.
+
+    episodic_return: mean raw return of the last max(100, N) episodes, or None; global_step: real rows so far;
+    sps: those of this call per second; checkpoint: its path; eval_returns: list; signal: what ended it, or 0.
+    Raises BadInput for what cannot be served, FloatingPointError when a loss or gradient is not finite.
+    """
+    rank, device = start_process(args)
+    saved = load_checkpoint(args.resume) if args.resume else None
+    progress = saved["progress"] if saved else {"rows": 0, "global_step": 0, "recent_returns": []}
+    global_step, recent_returns = progress["global_step"], progress["recent_returns"]
+    done = progress["rows"] // args.rows_per_iteration  # iterations
+    if done >= args.num_iterations and not args.eval_episodes:
+        raise BadInput(f"--resume {args.resume}: all --total-timesteps {args.total_timesteps} are done")
+    envs, agent, optimizer = build(args, rank, device, saved, done)
+    uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
+    loss_fn = torch.compile(ppo_loss, dynamic=uneven) if args.compile else ppo_loss
+    folder, writer, eval_envs = open_run(args, envs) if rank == 0 else (None, None, None)
+    if rank == 0 and saved:
+        print(f"resumed at step {global_step:,}; the environments start new episodes", flush=True)
+    bar = tqdm(initial=done, total=args.num_iterations, unit="iteration", mininterval=0.5, disable=rank > 0)
+    first_step, seconds, signal_number, checkpoint = global_step, 0.0, 0, args.resume
+    with noted_signals() as noted, bar:
+        for iteration in range(done + 1, args.num_iterations + 1):
+            started = time.perf_counter()
+            remaining = 1 - (iteration - 1) / args.num_iterations
+            # [D04] Adam learning rate annealing: linear, from all of it in the first to 1/I in the last
+            # iteration.
+            learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
+            optimizer.param_groups[0]["lr"] = learning_rate
+            # [A1] Clip range annealing: in the same way, for policy and value.
+            clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)
+
+            batch = rollout(agent, envs, args)
+            agent.merge_normalizers()
+            batch = evaluate_rollout(agent, batch, args)
+            debug = update(agent, optimizer, batch, args, clip_coef, loss_fn)
+
+            news = int(batch.valid.count_nonzero()), envs.pop_episodes(), max(noted, default=0)
+            steps, episodes, signals = zip(*gather(news), strict=True)
+            episodes, signal_number = np.concatenate(episodes), max(signals)
+            global_step += sum(steps)
+            # As many as there are environments: of the last 100 alone, few would be long episodes.
+            window = max(100, args.num_envs * args.world_size)
+            recent_returns = (recent_returns + episodes[:, 0].tolist())[-window:]
+            duration = time.perf_counter() - started
+            seconds += duration
+            if rank == 0:
+                charts = {"charts/SPS": sum(steps) / duration, "charts/learning_rate": learning_rate}
+                log_iteration(writer, bar, global_step, charts | debug, episodes, recent_returns)
+            if not all(math.isfinite(debug[name]) for name in DEBUG[:-1]):
+                raise FloatingPointError(f"stopped: iteration {iteration} is not finite in all of {debug}")
+            last = iteration == args.num_iterations or signal_number
+            if rank == 0 and (last or iteration % args.checkpoint_interval == 0):
+                rows = iteration * args.rows_per_iteration
+                progress = {"rows": rows, "global_step": global_step, "recent_returns": recent_returns}
+                checkpoint = str(folder / "checkpoint.pt")
+                save_checkpoint(checkpoint, agent, optimizer, args, progress)
+            if signal_number:
+                break
+    eval_returns = []
+    if eval_envs and not signal_number:
+        eval_returns = evaluate_policy(agent, eval_envs, args.eval_episodes)
+        mean = np.mean(eval_returns) if eval_returns else math.nan
+        writer.add_scalar("eval/episodic_return", mean, global_step)
+        print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
+    for resource in filter(None, (envs, eval_envs, writer)):
+        resource.close()
+    return {
+        "episodic_return": float(np.mean(recent_returns)) if recent_returns else None,
+        "global_step": global_step,
+        "sps": (global_step - first_step) / seconds if seconds else 0.0,
+        "checkpoint": checkpoint,
+        "eval_returns": eval_returns,
+        "signal": signal_number,
+    }
+
+
+# ---- 11. Command line ----
+def parse_args() -> Args:
+    """Args from the command line; with --resume, the flags of the checkpoint are the defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    first, rest = parser.parse_known_args()
+    saved = load_checkpoint(first.resume)["args"] if first.resume else {}
+    defaults = Args.__new__(Args)  # unchecked: what is typed now may still change them
+    vars(defaults).update({f.name: f.default for f in fields(Args)} | saved)
+    args = tyro.cli(Args, args=rest, default=defaults)
+    args.resume = first.resume
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        signal_number = train(parse_args())["signal"]
+    except BadInput as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(128 + signal_number if signal_number else 0)
