@@ -229,7 +229,12 @@ def make_vec(args, num_envs, seed, video_folder=None):
         wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
         kwargs["render_mode"] = "rgb_array"
         return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
-    return gym.make_vec(args.env_id, num_envs, "async" if args.async_envs else None, **kwargs)
+    if args.async_envs:
+        ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, not for those
+        envs = gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+        signal.signal(signal.SIGINT, ours)
+        return envs
+    return gym.make_vec(args.env_id, num_envs, **kwargs)
 
 
 def make_envs(args, num_envs, seed, video_folder=None):
@@ -249,7 +254,12 @@ def make_envs(args, num_envs, seed, video_folder=None):
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         envs = gym.wrappers.vector.FlattenObservation(envs)
     envs = EpisodeTracker(envs)
-    envs.reset(seed=seed)
+    try:
+        envs.reset(seed=seed)
+    except Exception as error:  # a missing renderer may raise anything
+        if not video_folder:
+            raise
+        raise BadInput(f"--capture-video: cannot film {args.env_id} here: {error}") from error
     return envs
 
 
@@ -472,10 +482,10 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
             break
         optimizer.step()
         steps += 1
-    real = batch.valid > 0
-    residuals, returns = (batch.returns - batch.values)[real], batch.returns[real]
-    explained_variance = 1 - residuals.var(correction=0) / returns.var(correction=0)
-    means = torch.cat([debug_sum / minibatches, explained_variance[None]]).tolist()
+    weights = batch.valid / batch.valid.sum().clamp(min=1)  # (T, N)
+    deviations = [x - (x * weights).sum() for x in (batch.returns - batch.values, batch.returns)]
+    unexplained, variance = [(x.square() * weights).sum() for x in deviations]
+    means = torch.cat([debug_sum / minibatches, (1 - unexplained / variance)[None]]).tolist()
     return dict(zip(DEBUG, means, strict=True)) | {"losses/gradient_steps": steps}
 
 

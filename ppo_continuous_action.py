@@ -277,7 +277,12 @@ def make_vec(args, num_envs, seed, video_folder=None):
         envs = gym.vector.VectorWrapper(pool)  # to set its space: the pool's is that of one environment
         envs.observation_space = gym.vector.utils.batch_space(pool.single_observation_space, num_envs)
         return envs
-    return gym.make_vec(args.env_id, num_envs, "async" if args.async_envs else None, **kwargs)
+    if args.async_envs:
+        ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, not for those
+        envs = gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+        signal.signal(signal.SIGINT, ours)
+        return envs
+    return gym.make_vec(args.env_id, num_envs, **kwargs)
 
 
 def make_envs(args, num_envs, seed, video_folder=None):
@@ -297,7 +302,13 @@ def make_envs(args, num_envs, seed, video_folder=None):
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         envs = gym.wrappers.vector.FlattenObservation(envs)
     envs = EpisodeTracker(envs)
-    envs.reset(seed=None if uses_envpool(args) and not video_folder else seed)
+    try:
+        envs.reset(seed=None if uses_envpool(args) and not video_folder else seed)
+    except Exception as error:  # a missing renderer may raise anything
+        if not video_folder:
+            raise
+        hint = "without a screen, MuJoCo needs MUJOCO_GL=egl or MUJOCO_GL=osmesa in the environment"
+        raise BadInput(f"--capture-video: cannot film {args.env_id} here: {error} ({hint})") from error
     return envs
 
 
@@ -598,10 +609,10 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
             break
         optimizer.step()
         steps += 1
-    real = batch.valid > 0
-    residuals, returns = (batch.returns - batch.values)[real], batch.returns[real]
-    explained_variance = 1 - residuals.var(correction=0) / returns.var(correction=0)
-    means = torch.cat([debug_sum / minibatches, explained_variance[None]]).tolist()
+    weights = batch.valid / batch.valid.sum().clamp(min=1)  # (T, N)
+    deviations = [x - (x * weights).sum() for x in (batch.returns - batch.values, batch.returns)]
+    unexplained, variance = [(x.square() * weights).sum() for x in deviations]
+    means = torch.cat([debug_sum / minibatches, (1 - unexplained / variance)[None]]).tolist()
     return dict(zip(DEBUG, means, strict=True)) | {"losses/gradient_steps": steps}
 
 

@@ -1,0 +1,123 @@
+"""What several test files need: arguments, rollouts and agents in small, and scripts as processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ["ppo", "ppo_shared", "ppo_continuous_action"]
+
+
+def continuous(script) -> bool:
+    return hasattr(script, "RunningMoments")
+
+
+def probe(script, name) -> str:
+    """Id of a probe environment with the kind of actions that the script takes."""
+    return f"probe_envs:{name}{'Box' if continuous(script) else ''}-v0"
+
+
+def make_args(script, env="Const", **changes):
+    """Small and quick: 4 environments of a probe, 12 steps, 2 epochs of 3 minibatches, normalizers off."""
+    small = {"env_id": probe(script, env), "num_envs": 4, "num_steps": 12, "num_minibatches": 3}
+    small |= {"update_epochs": 2, "total_timesteps": 480, "learning_rate": 1e-3}
+    small |= {"norm_obs": False, "norm_reward": False} if continuous(script) else {}
+    return script.Args(**(small | changes))
+
+
+def build(script, env="Const", **changes):
+    """args, envs, agent, optimizer."""
+    args = make_args(script, env, **changes)
+    return args, *script.build(args, 0, torch.device("cpu"), None, 0)
+
+
+def recorded(script, env="Const", **changes):
+    """args, agent, optimizer, and one rollout with advantages."""
+    args, envs, agent, optimizer = build(script, env, **changes)
+    batch = script.evaluate_rollout(agent, script.rollout(agent, envs, args), args)
+    envs.close()
+    return args, agent, optimizer, batch
+
+
+class FakeAgent(torch.nn.Module):
+    """Returns leaf tensors as logprobs, entropies and values, so that a loss can be differentiated by each."""
+
+    def __init__(self, logprobs, entropies, values):
+        super().__init__()
+        self.outputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (logprobs, entropies, values)]
+
+    def evaluate_actions(self, batch):
+        return self.outputs
+
+
+def loss_of(script, *, new, old=None, advantages=None, values=None, old_values=None, returns=None, valid=None, **flags):
+    """loss, debug and a FakeAgent for hand-made numbers; unnamed ones are 0, entropies 0.5, clip range 0.2."""
+    n = len(new)
+    zeros, tensor = [0.0] * n, lambda x: torch.tensor(zeros if x is None else x, dtype=torch.float64)
+    agent = FakeAgent(new, [0.5] * n, zeros if values is None else values)
+    batch = script.Rollout(
+        obs=None,
+        actions=None,
+        valid=torch.ones(n, dtype=torch.float64) if valid is None else tensor(valid),
+        logprobs=tensor(old),
+        values=tensor(old_values),
+        advantages=tensor(advantages),
+        returns=tensor(returns),
+    )
+    flags = {"norm_adv": False, "clip_vloss": True, "ent_coef": 0.0, "vf_coef": 0.0} | flags
+    loss, debug = script.ppo_loss(agent, batch, torch.tensor(0.2, dtype=torch.float64), SimpleNamespace(**flags))
+    return loss, debug, agent
+
+
+def scalars(folder) -> dict[str, list[tuple[int, float]]]:
+    """name -> (step, value) pairs from the event files of a run folder."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def only_run() -> Path:
+    (folder,) = Path("runs").iterdir()
+    return folder
+
+
+def environment(**changes) -> dict[str, str]:
+    """For a script as a process: probes can be imported, threads stay few."""
+    return os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"} | changes
+
+
+def run(script_path, *flags, launcher=(), timeout=120, **changes) -> subprocess.CompletedProcess:
+    """The script as a process in the current folder."""
+    command = [*(launcher or [sys.executable]), str(script_path), *map(str, flags)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(**changes), check=False
+    )
+
+
+def small_flags(script, env="Const", iterations=5) -> list[str]:
+    """make_args() as typed on a command line."""
+    name = script if isinstance(script, str) else script.__name__
+    suffix = "Box" if "continuous" in name else ""
+    flags = ["--env-id", f"probe_envs:{env}{suffix}-v0", "--num-envs", "4", "--num-steps", "9"]
+    return [*flags, "--num-minibatches", "3", "--update-epochs", "2", "--total-timesteps", str(36 * iterations)]
+
+
+def brute_force_gae(rewards, values, terminations, dones, gamma, lam):
+    """Each advantage as its own sum over later deltas, in plain Python: (T, N) arrays, values (T+1, N)."""
+    T, N = rewards.shape
+    advantages = np.zeros((T, N))
+    for n in range(N):
+        for t in range(T):
+            weight = 1.0
+            for k in range(t, T):
+                following = 0.0 if terminations[k, n] else values[k + 1, n]
+                advantages[t, n] += weight * (rewards[k, n] + gamma * following - values[k, n])
+                if dones[k, n]:
+                    break
+                weight *= gamma * lam
+    return advantages

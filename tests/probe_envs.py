@@ -1,0 +1,155 @@
+"""Small environments with known answers, registered when this module is imported: --env-id probe_envs:Const-v0.
+
+Values at gamma 0.9 once learned: Const 10.0 (an endless stream of 1, cut by a time limit every 8 steps), Both 3.71 at
+lambda 0.95, where each episode truly ends after 8 steps.
+"""
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+def box(low=-1.0, high=1.0, shape=(1,), dtype=np.float32):
+    return spaces.Box(low, high, shape, dtype)
+
+
+ACTIONS = {
+    "two": spaces.Discrete(2),
+    "box": box(),
+    "start": spaces.Discrete(3, start=-1),
+    "asymmetric": spaces.Box(np.array([0, -5], np.float32), np.array([3, 10], np.float32)),
+    "float64": box(-0.1, 0.1, (2,), np.float64),
+    "unbounded": box(-np.inf, np.inf, (2,)),
+    "half": spaces.Box(np.float32([0, 0]), np.float32([1, np.inf])),
+    "matrix": box(shape=(2, 2)),
+    "scalar": box(shape=()),
+    "integers": spaces.Box(0, 255, (2,), np.uint8),
+    "multi": spaces.MultiDiscrete([2, 3]),
+}
+OBSERVATIONS = {
+    "vector": box(),
+    "matrix": box(shape=(2, 3)),
+    "float64": box(-1e9, 1e9, (3,), np.float64),
+    "ram": spaces.Box(0, 255, (128,), np.uint8),
+    "discrete": spaces.Discrete(5, start=2),
+    "binary": spaces.MultiBinary(4),
+    "multi": spaces.MultiDiscrete([2, 3]),
+    "dict": spaces.Dict({"a": box(), "b": spaces.Discrete(3)}),
+    "tuple": spaces.Tuple((box(shape=(2,)), spaces.MultiBinary(2))),
+    "frames": spaces.Box(0, 255, (84, 84, 3), np.uint8),
+    "gray": spaces.Box(0, 255, (84, 84), np.uint8),
+    "image": box(shape=(8, 8, 3)),
+    "sequence": spaces.Sequence(box()),
+    "text": spaces.Text(5),
+}
+
+
+class Probe(gym.Env):
+    """One constant observation, reward 1 at each step, no end of its own. step() insists on legal actions."""
+
+    def __init__(self, actions="two", observations="vector"):
+        self.action_space, self.observation_space = ACTIONS[actions], OBSERVATIONS[observations]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observation(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.t += 1
+        reward, terminated, truncated = self.outcome(action)
+        return self.observation(), reward, terminated, truncated, {}
+
+    def observation(self):
+        return np.ones(1, np.float32)
+
+    def outcome(self, action):
+        return 1.0, False, False
+
+
+class Both(Probe):
+    """Terminated and truncated on the same, eighth step."""
+
+    def outcome(self, action):
+        return 1.0, self.t >= 8, self.t >= 8
+
+
+class Clock(Probe):
+    """Shows the step of the episode, one-hot; terminates after 5 steps, with reward 1 on the last."""
+
+    def __init__(self, actions="two"):
+        super().__init__(actions)
+        self.observation_space = box(0, 1, (6,))
+
+    def observation(self):
+        return np.eye(6, dtype=np.float32)[self.t]
+
+    def outcome(self, action):
+        return float(self.t == 5), self.t == 5, False
+
+
+class Noise(Probe):
+    """Observations and rewards from this environment's own random numbers; episodes of 5 steps."""
+
+    def observation(self):
+        return self.np_random.uniform(-1, 1, 1).astype(np.float32)
+
+    def outcome(self, action):
+        return float(self.np_random.normal()), self.t >= 5, False
+
+
+class Score(Probe):
+    """Every episode returns exactly 1000 in 10 steps."""
+
+    def outcome(self, action):
+        return 100.0, self.t >= 10, False
+
+
+class BrokenReward(Probe):
+    """The 40th reward is not a number."""
+
+    steps = 0
+
+    def outcome(self, action):
+        self.steps += 1
+        return (np.nan if self.steps == 40 else 1.0), self.t >= 8, False
+
+
+class Contextual(Probe):
+    """Shows a random sign; the action that agrees with it pays 1, in episodes of one step."""
+
+    def observation(self):
+        if self.t == 0:
+            self.sign = float(self.np_random.choice([-1, 1]))
+        return np.array([self.sign], np.float32)
+
+    def outcome(self, action):
+        agrees = (2 * action - 1 if np.ndim(action) == 0 else action[0]) * self.sign > 0
+        return float(agrees), True, False
+
+
+class AnyObservation(Probe):
+    """Samples of the observation space."""
+
+    def observation(self):
+        return self.observation_space.sample()
+
+
+def register(name, cls, limit=None, **kwargs):
+    gym.register(f"{name}-v0", cls, max_episode_steps=limit, kwargs=kwargs)
+
+
+for suffix, actions in (("", "two"), ("Box", "box")):
+    register(f"Const{suffix}", Probe, limit=8, actions=actions)
+    register(f"Endless{suffix}", Probe, actions=actions)
+    register(f"Both{suffix}", Both, actions=actions)
+    register(f"Clock{suffix}", Clock, actions=actions)
+    register(f"Noise{suffix}", Noise, actions=actions)
+    register(f"Score{suffix}", Score, actions=actions)
+    register(f"BrokenReward{suffix}", BrokenReward, actions=actions)
+    register(f"Contextual{suffix}", Contextual, actions=actions)
+    for kind in OBSERVATIONS:
+        register(f"Observe_{kind}{suffix}", AnyObservation, limit=8, actions=actions, observations=kind)
+for kind in ACTIONS:
+    register(f"Act_{kind}", Probe, limit=8, actions=kind)
