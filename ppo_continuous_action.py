@@ -77,7 +77,7 @@ class Args:
     learning_rate: float | None = None
     """step size of Adam at the start; default 3e-4, times g^(1/4)"""
     total_timesteps: int | None = None
-    """rows to collect, by all processes together; default 1,000,000, times g^(2/3)"""
+    """rows to collect, by all processes together; default 1,000,000, times g^0.7"""
     clip_coef: float = 0.2
     """how far the probability ratio may move from 1 before it stops paying; usually 0.1 to 0.3"""
     ent_coef: float = 0.0
@@ -159,7 +159,7 @@ class Args:
         self.num_minibatches = self.num_minibatches or 32
         self.update_epochs = self.update_epochs or (10 if g == 1 else 5)
         self.learning_rate = self.learning_rate or 3e-4 * g**0.25
-        self.total_timesteps = self.total_timesteps or round(1_000_000 * g ** (2 / 3))
+        self.total_timesteps = self.total_timesteps or round(1_000_000 * g**0.7)
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.torch_threads = self.torch_threads or (max(1, cores) if self.minibatch_size >= 16_384 else 1)
         self.eval_episodes = max(self.eval_episodes, int(self.capture_video))
@@ -342,21 +342,21 @@ class RunningMoments(nn.Module):
     def __init__(self, shape, max_samples):
         super().__init__()
         self.max_samples, self.before = max_samples or math.inf, None
-        # It starts as if 1e-4 samples with mean 0 and variance 1 had been seen: baselines,
-        # running_mean_std.py#L6.
-        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("m2", torch.full(shape, 1e-4, dtype=torch.float64))  # sum of squared deviations
+        self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64))  # sum of squared deviations
 
     def update(self, x, valid):
-        """Adds the rows of x (n, *shape) where valid (n,) is 1, by Welford's method for many rows at once."""
+        """Adds the rows of x (n, *shape) where valid (n,) is 1 (Chan et al. 1979, for many rows at once)."""
         if self.before is None:
             self.before = self.count.clone(), self.mean.clone(), self.m2.clone()
         weights = (valid * (self.count < self.max_samples)).double().view(-1, *[1] * self.mean.dim())
-        self.count += weights.sum()
-        deviations = (x - self.mean) * weights
-        self.mean += deviations.sum(0) / self.count
-        self.m2 += (deviations * (x - self.mean)).sum(0)
+        n = weights.sum()
+        mean = (x * weights).sum(0) / n.clamp(min=1)
+        shift, share = mean - self.mean, n / (self.count + n).clamp(min=1)
+        self.m2 += ((x - mean).square() * weights).sum(0) + shift.square() * self.count * share
+        self.mean += shift * share
+        self.count += n
 
     def merge(self):
         """Adds what the other processes have seen since the last merge."""
@@ -375,7 +375,7 @@ class RunningMoments(nn.Module):
 
     @property
     def std(self) -> Tensor:
-        return (self.m2 / self.count + 1e-8).sqrt()
+        return (torch.where(self.count > 0, self.m2 / self.count, 1.0) + 1e-8).sqrt()
 
 
 class Agent(nn.Module):

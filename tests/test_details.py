@@ -74,7 +74,9 @@ def test_d02_orthogonal_initialization_and_constant_biases(script):
 def test_d03_adam_epsilon(script):
     _, _, agent, optimizer = build(script)
     assert optimizer.defaults["eps"] == 1e-5
-    assert sum(p.numel() for p in optimizer.param_groups[0]["params"]) == sum(p.numel() for p in agent.parameters())
+    assert sum(p.numel() for p in optimizer.param_groups[0]["params"]) == sum(
+        p.numel() for p in agent.parameters()
+    )
 
 
 def test_d04_adam_learning_rate_annealing(script):
@@ -161,7 +163,9 @@ def test_d05_against_stable_baselines3(script):
     starts = np.concatenate([np.zeros((1, N)), dones[:-1]])
     for t in range(T):
         log_prob = torch.zeros(N)
-        buffer.add(np.zeros((N, 1)), np.zeros((N, 1)), rewards[t], starts[t], torch.tensor(values[t]), log_prob)
+        buffer.add(
+            np.zeros((N, 1)), np.zeros((N, 1)), rewards[t], starts[t], torch.tensor(values[t]), log_prob
+        )
     buffer.compute_returns_and_advantage(torch.tensor(values[-1]), dones[-1])
     advantages, returns = gae(script, rewards, values, dones, dones)
     assert advantages == pytest.approx(buffer.advantages, abs=1e-5)
@@ -343,7 +347,7 @@ def test_d06_mini_batch_updates(script):
     dealt, rows = spied_rows(script, num_minibatches=5, epochs=2)
     assert len(dealt) == 10
     assert {len(part) for part in dealt} == {rows // 5, rows // 5 + 1}
-    epochs = [sum(dealt[:5], []), sum(dealt[5:], [])]
+    epochs = [[row for part in dealt[i : i + 5] for row in part] for i in (0, 5)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(rows))
     assert epochs[0] != epochs[1]
     assert epochs[0] != sorted(epochs[0])
