@@ -39,6 +39,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -273,9 +274,10 @@ def make_vec(args, num_envs, seed, video_folder=None):
     if uses_envpool(args):  # its threads seed the environments now, not when they are reset
         threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         kwargs |= {"num_envs": num_envs, "num_threads": threads, "seed": seed}
-        pool = envpool.make_gymnasium(args.env_id, **kwargs)
-        envs = gym.vector.VectorWrapper(pool)  # to set its space: the pool's is that of one environment
-        envs.observation_space = gym.vector.utils.batch_space(pool.single_observation_space, num_envs)
+        envs = gym.vector.VectorWrapper(envpool.make_gymnasium(args.env_id, **kwargs))
+        with warnings.catch_warnings(action="ignore"):  # of gymnasium, on the precision of envpool's bounds
+            one = envs.single_observation_space
+        envs.observation_space = gym.vector.utils.batch_space(one, num_envs)  # a pool states that of one, too
         return envs
     if args.async_envs:
         ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, not for those
@@ -295,20 +297,20 @@ def make_envs(args, num_envs, seed, video_folder=None):
         check_spaces(args.env_id, glance)
         glance.close()
         envs = make_vec(args, num_envs, seed, video_folder)
-    except (gym.error.Error, ModuleNotFoundError) as error:
-        raise BadInput(f"--env-id {args.env_id}: {error}") from error
-    except TypeError as error:
-        raise BadInput(f"--env-id {args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        envs = gym.wrappers.vector.FlattenObservation(envs)
-    envs = EpisodeTracker(envs)
-    try:
+        if not isinstance(envs.single_observation_space, gym.spaces.Box):
+            envs = gym.wrappers.vector.FlattenObservation(envs)
+        envs = EpisodeTracker(envs)
         envs.reset(seed=None if uses_envpool(args) and not video_folder else seed)
-    except Exception as error:  # a missing renderer may raise anything
-        if not video_folder:
-            raise
-        hint = "without a screen, MuJoCo needs MUJOCO_GL=egl or MUJOCO_GL=osmesa in the environment"
-        raise BadInput(f"--capture-video: cannot film {args.env_id} here: {error} ({hint})") from error
+    except BadInput:
+        raise
+    except Exception as error:
+        if video_folder:  # a missing renderer may raise anything
+            raise BadInput(f"--capture-video: cannot film {args.env_id} (without a screen, set MUJOCO_GL=egl): {error}") from error
+        if isinstance(error, gym.error.Error | ModuleNotFoundError):
+            raise BadInput(f"--env-id {args.env_id}: {error}") from error
+        if isinstance(error, TypeError) and env_kwargs(args):
+            raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
+        raise
     return envs
 
 

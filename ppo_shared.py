@@ -247,19 +247,20 @@ def make_envs(args, num_envs, seed, video_folder=None):
         check_spaces(args.env_id, glance)
         glance.close()
         envs = make_vec(args, num_envs, seed, video_folder)
-    except (gym.error.Error, ModuleNotFoundError) as error:
-        raise BadInput(f"--env-id {args.env_id}: {error}") from error
-    except TypeError as error:
-        raise BadInput(f"--env-id {args.env_id} with --env-kwargs {args.env_kwargs}: {error}") from error
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        envs = gym.wrappers.vector.FlattenObservation(envs)
-    envs = EpisodeTracker(envs)
-    try:
+        if not isinstance(envs.single_observation_space, gym.spaces.Box):
+            envs = gym.wrappers.vector.FlattenObservation(envs)
+        envs = EpisodeTracker(envs)
         envs.reset(seed=seed)
-    except Exception as error:  # a missing renderer may raise anything
-        if not video_folder:
-            raise
-        raise BadInput(f"--capture-video: cannot film {args.env_id} here: {error}") from error
+    except BadInput:
+        raise
+    except Exception as error:
+        if video_folder:  # a missing renderer may raise anything
+            raise BadInput(f"--capture-video: cannot film {args.env_id}: {error}") from error
+        if isinstance(error, gym.error.Error | ModuleNotFoundError):
+            raise BadInput(f"--env-id {args.env_id}: {error}") from error
+        if isinstance(error, TypeError) and env_kwargs(args):
+            raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
+        raise
     return envs
 
 

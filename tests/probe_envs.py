@@ -41,6 +41,7 @@ OBSERVATIONS = {
     "image": box(shape=(8, 8, 3)),
     "sequence": spaces.Sequence(box()),
     "text": spaces.Text(5),
+    "graph": spaces.Graph(box(), None),
 }
 
 
@@ -56,6 +57,7 @@ class Probe(gym.Env):
         return self.observation(), {}
 
     def step(self, action):
+        action = np.asarray(action) if isinstance(self.action_space, spaces.Box) else action
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
         self.t += 1
         reward, terminated, truncated = self.outcome(action)

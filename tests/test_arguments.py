@@ -1,0 +1,166 @@
+"""Flags: defaults that follow from N, what is refused, and how."""
+
+import os
+import re
+
+import pytest
+from helpers import continuous, make_args, run
+
+BAD = [
+    ({"num_envs": 0}, "--num-envs"),
+    ({"num_envs": -3}, "--num-envs"),
+    ({"num_steps": 0}, "--num-steps"),
+    ({"num_minibatches": 0}, "--num-minibatches"),
+    ({"update_epochs": 0}, "--update-epochs"),
+    ({"total_timesteps": 0}, "--total-timesteps"),
+    ({"checkpoint_interval": 0}, "--checkpoint-interval"),
+    ({"torch_threads": 0}, "--torch-threads"),
+    ({"gamma": 1.01}, "--gamma"),
+    ({"gamma": -0.1}, "--gamma"),
+    ({"gamma": float("nan")}, "--gamma"),
+    ({"gae_lambda": 2.0}, "--gae-lambda"),
+    ({"learning_rate": 0.0}, "--learning-rate"),
+    ({"learning_rate": float("inf")}, "--learning-rate"),
+    ({"clip_coef": 0.0}, "--clip-coef"),
+    ({"max_grad_norm": -1.0}, "--max-grad-norm"),
+    ({"target_kl": 0.0}, "--target-kl"),
+    ({"ent_coef": -0.1}, "--ent-coef"),
+    ({"vf_coef": float("nan")}, "--vf-coef"),
+    ({"seed": -1}, "--seed"),
+    ({"eval_episodes": -1}, "--eval-episodes"),
+    ({"num_envs": 4, "num_steps": 12, "num_minibatches": 25}, "--num-minibatches 25"),
+    ({"num_envs": 4, "num_steps": 12, "num_minibatches": 3, "total_timesteps": 47}, "--total-timesteps 47"),
+    ({"resume": "no/such/checkpoint.pt"}, "--resume no/such/checkpoint.pt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), BAD, ids=[f"{next(iter(f))}-{i}" for i, (f, _) in enumerate(BAD)]
+)
+def test_bad_numbers(script, flags, words):
+    """From Python, a ValueError that names the flag and the number."""
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        script.Args(**flags)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+def test_bad_normalizer_samples(script):
+    with pytest.raises(ValueError, match="--normalizer-samples"):
+        script.Args(normalizer_samples=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-minibatches", "1000000000"], "--num-minibatches 1000000000"),
+        (["--total-timesteps", "1"], "--total-timesteps 1"),
+        (["--gamma", "1.5"], "--gamma"),
+        (["--num-envs", "four"], "--num-envs"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--resume", "nowhere.pt"], "--resume nowhere.pt"),
+    ],
+)
+def test_bad_flags_exit_with_status_2(script, flags, words, tmp_path):
+    done = run(script.__file__, *flags)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_states_each_flag(script):
+    done = run(script.__file__, "--help", COLUMNS="200")
+    assert done.returncode == 0
+    for name in vars(script.Args()):
+        if name != "given":
+            assert f"--{name.replace('_', '-')}" in done.stdout, name
+    assert "g = N /" in done.stdout
+
+
+@pytest.mark.scripts("ppo", "ppo_shared")
+def test_defaults_of_classic_control(script):
+    """The blog's values at N = 4."""
+    args = script.Args()
+    assert (args.env_id, args.num_envs, args.num_steps, args.num_minibatches) == ("CartPole-v1", 4, 128, 4)
+    assert (args.update_epochs, args.learning_rate, args.total_timesteps) == (4, 2.5e-4, 500_000)
+    assert (args.clip_coef, args.ent_coef, args.vf_coef, args.max_grad_norm) == (0.2, 0.01, 0.5, 0.5)
+    assert (args.gamma, args.gae_lambda, args.anneal_lr, args.anneal_clip) == (0.99, 0.95, True, False)
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+def test_defaults_of_mujoco(script):
+    """ppo2's values at N = 1."""
+    args = script.Args()
+    assert (args.env_id, args.num_envs, args.num_steps, args.num_minibatches) == (
+        "HalfCheetah-v5",
+        1,
+        2048,
+        32,
+    )
+    assert (args.update_epochs, args.learning_rate, args.total_timesteps) == (10, 3e-4, 1_000_000)
+    assert (args.clip_coef, args.ent_coef, args.gamma, args.gae_lambda) == (0.2, 0.0, 0.99, 0.95)
+    assert (args.norm_obs, args.norm_reward, args.normalizer_samples) == (True, True, None)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_derived_defaults_alone_are_never_refused(script, world_size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    for num_envs in [*range(1, 300), 511, 1000, 1024, 2047, 2048, 2049, 4095, 4096, 10_000, 65_535, 65_536]:
+        args = script.Args(num_envs=num_envs)
+        assert args.num_iterations >= 5
+        assert args.minibatch_size >= 32
+
+
+def test_rates_and_sizes_grow_with_n(script):
+    """Constant up to a point, then monotonic: a larger N never means a smaller batch or a smaller step."""
+    sizes = [2**k for k in range(17)]
+    plans = [script.Args(num_envs=n) for n in sizes]
+    for name in ("batch_size", "minibatch_size", "learning_rate", "total_timesteps"):
+        values = [getattr(plan, name) for plan in plans]
+        assert values == sorted(values), name
+    large = script.Args(num_envs=4096)
+    expected = (32, 32, 5, 8.49e-4) if continuous(script) else (16, 32, 4, 8.41e-4)
+    numbers = (large.num_steps, large.num_minibatches, large.update_epochs, large.learning_rate)
+    assert numbers == pytest.approx(expected, rel=1e-2)
+    assert large.batch_size % large.num_minibatches == 0
+
+
+def test_what_is_typed_is_never_adjusted(script):
+    typed = {
+        "num_steps": 7,
+        "num_minibatches": 5,
+        "update_epochs": 3,
+        "learning_rate": 0.5,
+        "total_timesteps": 10**6,
+    }
+    args = script.Args(num_envs=4096, **typed)
+    assert {name: getattr(args, name) for name in typed} == typed
+    assert args.given == typed | {"num_envs": 4096}
+
+
+def test_threads_follow_the_minibatch(script):
+    assert script.Args(num_envs=4, num_steps=128, num_minibatches=4).torch_threads == 1
+    large = script.Args(num_envs=4096, num_steps=16, num_minibatches=4, total_timesteps=10**7)
+    assert large.torch_threads == os.cpu_count()
+    assert script.Args(torch_threads=3).torch_threads == 3
+
+
+def test_capture_video_plays_at_least_one_episode(script):
+    assert script.Args(capture_video=True).eval_episodes == 1
+    assert script.Args(capture_video=True, eval_episodes=4).eval_episodes == 4
+
+
+def test_the_plan_is_printed(script):
+    """The arithmetic, from environments to iterations."""
+    args = make_args(script)
+    done = run(
+        script.__file__,
+        *("--env-id", args.env_id, "--num-envs", 4, "--num-steps", 12, "--num-minibatches", 3),
+        *("--update-epochs", 2, "--total-timesteps", 100),
+    )
+    assert (
+        "4 envs x 12 steps = 48 rows per iteration; 2 epochs x 3 minibatches of 16; 2 iterations"
+        in done.stdout
+    )
+    assert "SyncVectorEnv" in done.stdout
