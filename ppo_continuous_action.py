@@ -305,7 +305,8 @@ def make_envs(args, num_envs, seed, video_folder=None):
         raise
     except Exception as error:
         if video_folder:  # a missing renderer may raise anything
-            raise BadInput(f"--capture-video: cannot film {args.env_id} (without a screen, set MUJOCO_GL=egl): {error}") from error
+            hint = "without a screen, set the environment variable MUJOCO_GL=egl"
+            raise BadInput(f"--capture-video: cannot film {args.env_id} ({hint}): {error}") from error
         if isinstance(error, gym.error.Error | ModuleNotFoundError):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
         if isinstance(error, TypeError) and env_kwargs(args):
@@ -363,16 +364,17 @@ class RunningMoments(nn.Module):
     def merge(self):
         """Adds what the other processes have seen since the last merge."""
         if dist.is_initialized() and self.before is not None:
-            count, mean, m2 = self.before
-            shift = self.mean - mean
-            # Counts and sums of deviations from the mean that all processes had in common add up.
-            squares = self.m2 + self.count * shift.square() - m2
-            news = torch.stack([(self.count - count).expand_as(mean), self.count * shift, squares])
-            dist.all_reduce(news)
-            self.count.copy_(count + news[0].flatten()[0])
-            shift = news[1] / self.count
-            self.mean.copy_(mean + shift)
-            self.m2.copy_(m2 + news[2] - self.count * shift.square())
+            count, mean, m2 = self.before  # which every process had: summed over all, it is kept once
+            surplus = dist.get_world_size() - 1
+            counts, sums = total = torch.stack([self.count.expand_as(self.mean), self.count * self.mean])
+            dist.all_reduce(total)
+            new_count = counts - surplus * count
+            new_mean = (sums - surplus * count * mean) / new_count
+            squares = self.m2 + self.count * (self.mean - new_mean).square()
+            dist.all_reduce(squares)
+            self.m2.copy_(squares - surplus * (m2 + count * (mean - new_mean).square()))
+            self.mean.copy_(new_mean)
+            self.count.copy_(new_count.flatten()[0])
         self.before = None
 
     @property

@@ -1,0 +1,58 @@
+"""One of two processes under torchrun, for test_processes.py: python worker.py SCRIPT FOLDER."""
+
+import importlib
+import sys
+
+import torch
+import torch.distributed as dist
+from helpers import make_args
+
+
+def global_batch(script, seed, T=6, N=8):
+    """args, agent, optimizer, and made-up experience of N environments in which some rows are fillers."""
+    torch.manual_seed(seed)
+    flags = {"num_steps": T, "num_minibatches": 1, "update_epochs": 1, "norm_adv": False}
+    args = make_args(script, "Clock", total_timesteps=10**6, **flags)
+    _envs, agent, optimizer = script.build(args, 0, torch.device("cpu"), None, 0)
+    rows = {name: torch.randn(T, N) for name in ("logprobs", "values", "advantages", "returns")}
+    valid = (torch.rand(T, N) < 0.7).float()
+    valid[:, 0] = 0
+    obs = torch.randn(T, N, 6)
+    actions = agent.act(obs)
+    batch = script.Rollout(obs=obs, actions=actions, valid=valid, **rows)
+    return args, agent, optimizer, batch
+
+
+def part_of(batch, rank, size):
+    """The columns of one process."""
+    return type(batch)(*(None if x is None else x[:, rank * size : (rank + 1) * size] for x in batch))
+
+
+def main(name, folder):
+    script = importlib.import_module(name)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    args, agent, optimizer, batch = global_batch(script, seed=0)
+    debug = script.update(agent, optimizer, part_of(batch, rank, args.num_envs), args, 0.2)
+    result = {"weights": [p.detach() for p in agent.parameters()], "debug": debug}
+    if hasattr(script, "RunningMoments"):
+        moments, rows = script.RunningMoments((3,), None), moment_rows()
+        for chunk in rows[rank::2].split(7):
+            moments.update(chunk, torch.ones(len(chunk)))
+            if len(chunk) == 7 and rank == 0:
+                moments.update(chunk, torch.zeros(7))
+        moments.merge()
+        for chunk in rows[rank::2].split(5):
+            moments.update(chunk + 4, torch.ones(len(chunk)))
+        moments.merge()
+        result["moments"] = [moments.count, moments.mean, moments.std]
+    torch.save(result, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def moment_rows():
+    return torch.randn(101, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 1e6
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
