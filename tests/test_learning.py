@@ -41,7 +41,7 @@ def test_time_limits_as_death(script):
 
 def test_values_along_an_episode(script):
     """A clock with reward 1 at its end, after 5 steps: 0.9^4, 0.9^3, ... 1."""
-    values, _ = value_of(script, "Clock", np.eye(6)[:5])
+    values, _ = value_of(script, "Clock", np.eye(6)[:5], anneal_lr=True)
     assert values == pytest.approx(GAMMA ** np.arange(4, -1, -1), rel=0.03)
 
 
@@ -90,7 +90,8 @@ def test_cartpole_is_solved_by_4096_environments(script):
 @pytest.mark.scripts("ppo_shared")
 @pytest.mark.slow
 def test_cartpole_is_learned_by_a_shared_network(script):
-    result = script.train(script.Args(total_timesteps=300_000, eval_episodes=10))
+    """Slower than with separate networks: the value's errors pull at the trunk of the policy."""
+    result = script.train(script.Args(eval_episodes=20))
     assert np.mean(result["eval_returns"]) >= 400
 
 

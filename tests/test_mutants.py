@@ -1,0 +1,310 @@
+"""Breaks a detail in the source of a script, in memory, and expects the test of that detail to fail."""
+
+import inspect
+import sys
+import types
+
+import pytest
+import test_continuous
+import test_details
+import test_learning
+from helpers import ROOT
+
+P, C = "ppo", "ppo_continuous_action"
+MUTANTS = [
+    # detail, script, what stands there, what breaks it, the test that must notice
+    (
+        "D01",
+        P,
+        "valid[t] = torch.as_tensor(~envs.fillers)",
+        "valid[t] = 1",
+        test_details.test_d01_rows_say_what_happened,
+    ),
+    (
+        "D01",
+        P,
+        "for t in range(T):",
+        "envs.reset()\n        for t in range(T):",
+        test_details.test_d01_vectorized_architecture,
+    ),
+    (
+        "D02",
+        P,
+        "nn.init.orthogonal_(layer.weight, std)",
+        "nn.init.xavier_uniform_(layer.weight)",
+        test_details.test_d02_orthogonal_initialization_and_constant_biases,
+    ),
+    (
+        "D02",
+        P,
+        'space["n"]), std=0.01)',
+        'space["n"]), std=1.0)',
+        test_details.test_d02_orthogonal_initialization_and_constant_biases,
+    ),
+    ("D03", P, "eps=1e-5, ", "", test_details.test_d03_adam_epsilon),
+    (
+        "D04",
+        P,
+        "1 - (iteration - 1) / args.num_iterations",
+        "1 - iteration / args.num_iterations",
+        test_details.test_d04_adam_learning_rate_annealing,
+    ),
+    (
+        "D04",
+        P,
+        'optimizer.param_groups[0]["lr"] = learning_rate',
+        "pass",
+        test_details.test_d04_the_optimizer_takes_the_annealed_rate,
+    ),
+    ("D05", P, "* (1 - terminations) ", "* (1 - dones) ", test_details.test_d05_by_hand),
+    (
+        "D05",
+        P,
+        "gae_lambda * (1 - dones)",
+        "gae_lambda * (1 - terminations)",
+        test_details.test_d05_by_brute_force,
+    ),
+    (
+        "D05",
+        P,
+        "advantages + values[:-1]",
+        "advantages + values[1:]",
+        test_details.test_d05_lambda_1_is_monte_carlo,
+    ),
+    (
+        "D05",
+        P,
+        "batch.terminations if args.bootstrap_truncation else batch.dones",
+        "batch.dones",
+        test_details.test_d05_truncation_bootstraps_with_the_last_observation,
+    ),
+    (
+        "D05",
+        P,
+        "batch.terminations if args.bootstrap_truncation else batch.dones",
+        "batch.terminations",
+        test_details.test_d05_no_bootstrap_truncation,
+    ),
+    (
+        "D06",
+        P,
+        "shuffle.tensor_split(args.num_minibatches)",
+        "shuffle.split(args.minibatch_size)",
+        test_details.test_d06_mini_batch_updates,
+    ),
+    (
+        "D06",
+        P,
+        "torch.randperm(args.batch_size, device=device)",
+        "torch.randint(args.batch_size, (args.batch_size,))",
+        test_details.test_d06_mini_batch_updates,
+    ),
+    (
+        "D06",
+        P,
+        "torch.randperm(args.batch_size, device=device)",
+        "torch.arange(args.batch_size)",
+        test_details.test_d06_mini_batch_updates,
+    ),
+    (
+        "D06",
+        P,
+        "weights = batch.valid / batch.valid.sum().clamp(min=1)  # (M,)",
+        "weights = torch.ones_like(batch.valid) / batch.valid.numel()  # (M,)",
+        test_details.test_d06_fillers_carry_no_weight,
+    ),
+    (
+        "D07",
+        P,
+        "advantages = advantages - (advantages * weights).sum()",
+        "pass",
+        test_details.test_d07_normalization_of_advantages,
+    ),
+    (
+        "D07",
+        P,
+        ".sum().sqrt() + 1e-8",
+        ".sum().sqrt() * 1.01 + 1e-8",
+        test_details.test_d07_normalization_of_advantages,
+    ),
+    (
+        "D08",
+        P,
+        "torch.maximum(-advantages * ratio, -advantages * clipped_ratio)",
+        "-advantages * clipped_ratio",
+        test_details.test_d08_clipped_surrogate_objective,
+    ),
+    (
+        "D08",
+        P,
+        "torch.maximum(-advantages * ratio,",
+        "torch.minimum(-advantages * ratio,",
+        test_details.test_d08_clipped_surrogate_objective,
+    ),
+    (
+        "D09",
+        P,
+        "squared_errors = torch.maximum(squared_errors, ",
+        "squared_errors = torch.minimum(squared_errors, ",
+        test_details.test_d09_value_function_loss_clipping,
+    ),
+    ("D09", P, "value_loss = 0.5 * ", "value_loss = ", test_details.test_d09_value_function_loss_clipping),
+    (
+        "D10",
+        P,
+        "policy_loss - args.ent_coef * entropy",
+        "policy_loss + args.ent_coef * entropy",
+        test_details.test_d10_overall_loss_and_entropy_bonus,
+    ),
+    (
+        "D11",
+        P,
+        "nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)",
+        "torch.stack([nn.utils.clip_grad_norm_([p], args.max_grad_norm) for p in parameters]).max()",
+        test_details.test_d11_global_gradient_clipping,
+    ),
+    (
+        "D12",
+        P,
+        "debug_sum + torch.cat([debug, grad_norm[None]])",
+        "minibatches * torch.cat([debug, grad_norm[None]])",
+        test_details.test_d12_means_over_all_minibatches,
+    ),
+    (
+        "D12",
+        P,
+        "ratio - 1 - log_ratio",
+        "0.5 * log_ratio.square()",
+        test_details.test_d12_debug_variables_of_one_minibatch,
+    ),
+    (
+        "D12",
+        P,
+        "(batch.returns - batch.values, batch.returns)",
+        "(batch.returns - batch.values, batch.values)",
+        test_details.test_d12_explained_variance,
+    ),
+    (
+        "D13",
+        "ppo_shared",
+        "hidden = self.trunk(batch.obs)",
+        "hidden = self.trunk(batch.obs).detach()",
+        test_details.test_d13_shared_and_separate_networks,
+    ),
+    (
+        "A1",
+        P,
+        "args.clip_coef * (remaining if args.anneal_clip else 1)",
+        "args.clip_coef",
+        test_details.test_a1_clip_range_annealing,
+    ),
+    (
+        "A3",
+        P,
+        "> args.target_kl:\n            break\n        optimizer.step()",
+        "> args.target_kl:\n            optimizer.step()\n            break\n        optimizer.step()",
+        test_details.test_a3_early_stopping_of_the_policy_optimizations,
+    ),
+    (
+        "A3",
+        P,
+        "> args.target_kl:",
+        "> 1.5 * args.target_kl:",
+        test_details.test_a3_early_stopping_of_the_policy_optimizations,
+    ),
+    (
+        "D23",
+        C,
+        "- log_std - 0.5 * math.log(2 * math.pi)",
+        "- 0.5 * math.log(2 * math.pi)",
+        test_continuous.test_d23_continuous_actions_via_normal_distributions,
+    ),
+    (
+        "D24",
+        C,
+        "self.log_std.clamp(-10, 10)",
+        "self.log_std",
+        lambda script: test_continuous.test_d24_extreme_log_std_stays_finite(script, -1e6),
+    ),
+    (
+        "D25",
+        C,
+        "logprobs.sum(-1), (log_std",
+        "logprobs.mean(-1), (log_std",
+        test_continuous.test_d25_independent_action_components,
+    ),
+    (
+        "D26",
+        C,
+        "return self.critic(obs).squeeze(-1)",
+        "return self.critic(obs).squeeze(-1) + 0 * self.actor(obs).sum(-1)",
+        test_continuous.test_d26_separate_mlp_networks_for_continuous_control,
+    ),
+    (
+        "D27",
+        C,
+        "return np.clip(actions, self.low, self.high)",
+        "return actions",
+        test_continuous.test_d27_action_clipping_and_storage,
+    ),
+    (
+        "D28",
+        C,
+        "self.obs_moments.update(obs, valid)",
+        "self.obs_moments.update(obs, valid * 0 + 1)",
+        test_continuous.test_d28_normalization_of_observation,
+    ),
+    (
+        "D28",
+        C,
+        "(self.count < self.max_samples)",
+        "1",
+        test_continuous.test_d28_freeze_after_normalizer_samples,
+    ),
+    (
+        "D29",
+        C,
+        "self.obs_moments.std).clamp(-10, 10)",
+        "self.obs_moments.std)",
+        test_continuous.test_d29_observation_clipping,
+    ),
+    ("D30", C, "self.returns.mul_(1 - dones)", "pass", test_continuous.test_d30_reward_scaling),
+    (
+        "D30",
+        C,
+        "(rewards / self.return_moments.std)",
+        "((rewards - self.return_moments.mean) / self.return_moments.std)",
+        test_continuous.test_d30_reward_scaling,
+    ),
+    (
+        "D31",
+        C,
+        "self.return_moments.std).clamp(-10, 10)",
+        "self.return_moments.std)",
+        test_continuous.test_d31_reward_clipping,
+    ),
+    (
+        "fillers",
+        P,
+        "* weights).sum()\n\n    squared",
+        ").mean()\n\n    squared",
+        test_learning.test_fillers_teach_nothing,
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{m[0]}-{i}" for i, m in enumerate(MUTANTS)])
+def test_a_broken_detail_is_noticed(mutant, monkeypatch):
+    _, name, old, new, test = mutant
+    path = ROOT / f"{name}.py"
+    text = path.read_text()
+    assert old in text, "the script no longer says this"
+    broken = types.ModuleType(f"broken_{name}")
+    broken.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    exec(compile(text.replace(old, new), str(path), "exec"), broken.__dict__)
+    broken.__name__ = name
+    arguments = {"script": broken, "monkeypatch": monkeypatch}
+    wanted = inspect.signature(test).parameters
+    with pytest.raises((AssertionError, RuntimeError)):
+        test(**{key: value for key, value in arguments.items() if key in wanted})
