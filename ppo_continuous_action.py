@@ -349,17 +349,21 @@ class RunningMoments(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(shape, dtype=torch.float64))  # sum of squared deviations
 
+    def _apply(self, fn, recurse=True):
+        return self  # stays on the CPU, where observations and rewards arrive
+
     def update(self, x, valid):
         """Adds the rows of x (n, *shape) where valid (n,) is 1 (Chan et al. 1979, for many rows at once)."""
         if self.before is None:
             self.before = self.count.clone(), self.mean.clone(), self.m2.clone()
-        weights = (valid * (self.count < self.max_samples)).double().view(-1, *[1] * self.mean.dim())
-        n = weights.sum()
-        mean = (x * weights).sum(0) / n.clamp(min=1)
-        shift, share = mean - self.mean, n / (self.count + n).clamp(min=1)
-        self.m2 += ((x - mean).square() * weights).sum(0) + shift.square() * self.count * share
-        self.mean += shift * share
-        self.count += n
+        count, mean, m2 = self.count.numpy(), self.mean.numpy(), self.m2.numpy()  # views of the buffers
+        rows = x if valid.all() else x[valid > 0]
+        if len(rows) and count < self.max_samples:
+            rows_mean = rows.sum(0) / len(rows)
+            shift, share = rows_mean - mean, len(rows) / (count + len(rows))
+            m2 += ((rows - rows_mean) ** 2).sum(0) + shift**2 * (count * share)
+            mean += shift * share
+            count += len(rows)
 
     def merge(self):
         """Adds what the other processes have seen since the last merge."""
@@ -378,8 +382,10 @@ class RunningMoments(nn.Module):
         self.before = None
 
     @property
-    def std(self) -> Tensor:
-        return (torch.where(self.count > 0, self.m2 / self.count, 1.0) + 1e-8).sqrt()
+    def std(self) -> np.ndarray:
+        """(*shape), 1 before anything was seen."""
+        count = self.count.item()
+        return np.sqrt(self.m2.numpy() / count + 1e-8) if count else np.ones_like(self.mean.numpy())
 
 
 class Agent(nn.Module):
@@ -405,37 +411,33 @@ class Agent(nn.Module):
         self.norm_obs, self.norm_reward, self.gamma = args.norm_obs, args.norm_reward, args.gamma
         self.obs_moments = RunningMoments(self.obs_shape, args.normalizer_samples)
         self.return_moments = RunningMoments((), args.normalizer_samples)
-        # Discounted returns of the current episodes, from which rewards get their scale.
-        returns = torch.zeros(args.num_envs, dtype=torch.float64)
-        self.register_buffer("returns", returns, persistent=False)
+        self.returns = np.zeros(args.num_envs)  # discounted, of the current episodes: they scale rewards
 
     def normalize(self, raw_obs) -> Tensor:
         """(n, ...) from the environments -> (n, D) for the networks."""
-        obs = torch.as_tensor(raw_obs, dtype=torch.float64, device=self.log_std.device).flatten(1)
+        obs = np.asarray(raw_obs, np.float64).reshape(len(raw_obs), -1)
         if self.norm_obs:
             # [D29] Observation clipping: to [-10, 10], after normalizing.
-            obs = ((obs - self.obs_moments.mean) / self.obs_moments.std).clamp(-10, 10)
-        return obs.to(self.obs_dtype)
+            obs = np.clip((obs - self.obs_moments.mean.numpy()) / self.obs_moments.std, -10, 10)
+        return torch.as_tensor(obs, dtype=self.obs_dtype, device=self.log_std.device)
 
     def observe(self, raw_obs, valid) -> Tensor:
         """normalize(), after statistics learned from the rows with valid (n,) = 1."""
         if self.norm_obs:
             # [D28] Normalization of observation: by one running mean and variance over all environments.
-            obs = torch.as_tensor(raw_obs, dtype=torch.float64, device=self.log_std.device).flatten(1)
-            self.obs_moments.update(obs, valid)
+            self.obs_moments.update(np.asarray(raw_obs, np.float64).reshape(len(raw_obs), -1), valid)
         return self.normalize(raw_obs)
 
-    def scale_rewards(self, rewards, dones, valid) -> Tensor:
+    def scale_rewards(self, rewards, dones, valid) -> np.ndarray:
         """(N,) raw rewards -> (N,) rewards to learn from."""
         if not self.norm_reward:
             return rewards
-        # [D30] Reward scaling: by the standard deviation of the discounted return, without subtracting a
-        # mean.
-        self.returns.mul_(self.gamma).add_(rewards)
+        # [D30] Reward scaling: by the standard deviation of the discounted return; its mean stays.
+        self.returns = self.returns * self.gamma + rewards
         self.return_moments.update(self.returns, valid)
-        self.returns.mul_(1 - dones)
+        self.returns *= 1 - dones
         # [D31] Reward clipping: to [-10, 10], after scaling.
-        return (rewards / self.return_moments.std).clamp(-10, 10)
+        return np.clip(rewards / self.return_moments.std, -10, 10)
 
     def merge_normalizers(self):
         """Lets all processes share their statistics."""
@@ -495,19 +497,20 @@ def rollout(agent, envs, args) -> Rollout:
     T, N, device = args.num_steps, envs.num_envs, next(agent.parameters()).device
     obs = torch.zeros((T + 1, N, *agent.obs_shape), dtype=agent.obs_dtype, device=device)
     actions = torch.zeros((T, N, *agent.action_shape), dtype=agent.action_dtype, device=device)
-    rewards, terminations, dones, valid = torch.zeros((4, T, N), device=device)
+    columns = np.zeros((4, T, N), np.float32)
+    rewards, terminations, dones, valid = columns
     with torch.inference_mode():
         for t in range(T):
             # [D01] Vectorized architecture: N environments take T steps each, from where the last rollout
             # stopped; long episodes are learned from piece by piece.
-            valid[t] = torch.as_tensor(~envs.fillers)
+            valid[t] = ~envs.fillers
             obs[t] = agent.observe(envs.obs, valid[t])
             actions[t] = agent.act(obs[t])
-            _, raw_rewards, terminated, truncated, _ = envs.step(agent.env_actions(actions[t]))
-            terminations[t] = torch.as_tensor(terminated)
-            dones[t] = torch.as_tensor(terminated | truncated)
-            rewards[t] = agent.scale_rewards(torch.as_tensor(raw_rewards, device=device), dones[t], valid[t])
+            _, raw_rewards, terminations[t], truncations, _ = envs.step(agent.env_actions(actions[t]))
+            dones[t] = np.maximum(terminations[t], truncations)
+            rewards[t] = agent.scale_rewards(raw_rewards, dones[t], valid[t])
         obs[T] = agent.normalize(envs.obs)
+    rewards, terminations, dones, valid = torch.as_tensor(columns, device=device)
     return Rollout(obs[:T], actions, valid, rewards, terminations, dones, next_obs=obs[T])
 
 
@@ -675,7 +678,7 @@ def start_process(args) -> tuple[int, torch.device]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if args.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group()  # gloo between CPUs, nccl between GPUs
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_num_threads(args.torch_threads)
     return int(os.environ.get("RANK", "0")), device

@@ -314,7 +314,7 @@ class Agent(nn.Module):
         """normalize(), after statistics learned from the rows with valid (n,) = 1; none are kept here."""
         return self.normalize(raw_obs)
 
-    def scale_rewards(self, rewards, dones, valid) -> Tensor:
+    def scale_rewards(self, rewards, dones, valid) -> np.ndarray:
         """(N,) raw rewards -> (N,) rewards to learn from; the same here."""
         return rewards
 
@@ -366,19 +366,20 @@ def rollout(agent, envs, args) -> Rollout:
     T, N, device = args.num_steps, envs.num_envs, next(agent.parameters()).device
     obs = torch.zeros((T + 1, N, *agent.obs_shape), dtype=agent.obs_dtype, device=device)
     actions = torch.zeros((T, N, *agent.action_shape), dtype=agent.action_dtype, device=device)
-    rewards, terminations, dones, valid = torch.zeros((4, T, N), device=device)
+    columns = np.zeros((4, T, N), np.float32)
+    rewards, terminations, dones, valid = columns
     with torch.inference_mode():
         for t in range(T):
             # [D01] Vectorized architecture: N environments take T steps each, from where the last rollout
             # stopped; long episodes are learned from piece by piece.
-            valid[t] = torch.as_tensor(~envs.fillers)
+            valid[t] = ~envs.fillers
             obs[t] = agent.observe(envs.obs, valid[t])
             actions[t] = agent.act(obs[t])
-            _, raw_rewards, terminated, truncated, _ = envs.step(agent.env_actions(actions[t]))
-            terminations[t] = torch.as_tensor(terminated)
-            dones[t] = torch.as_tensor(terminated | truncated)
-            rewards[t] = agent.scale_rewards(torch.as_tensor(raw_rewards, device=device), dones[t], valid[t])
+            _, raw_rewards, terminations[t], truncations, _ = envs.step(agent.env_actions(actions[t]))
+            dones[t] = np.maximum(terminations[t], truncations)
+            rewards[t] = agent.scale_rewards(raw_rewards, dones[t], valid[t])
         obs[T] = agent.normalize(envs.obs)
+    rewards, terminations, dones, valid = torch.as_tensor(columns, device=device)
     return Rollout(obs[:T], actions, valid, rewards, terminations, dones, next_obs=obs[T])
 
 
@@ -546,7 +547,7 @@ def start_process(args) -> tuple[int, torch.device]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if args.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group()  # gloo between CPUs, nccl between GPUs
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_num_threads(args.torch_threads)
     return int(os.environ.get("RANK", "0")), device

@@ -120,7 +120,7 @@ def test_d28_normalization_of_observation(script):
     rows = []
     for _ in range(200):
         rows.append(envs.obs[~envs.fillers])
-        valid = torch.as_tensor(~envs.fillers).float()
+        valid = (~envs.fillers).astype(np.float32)
         agent.observe(envs.obs, valid)
         envs.step(np.zeros((8, 1), np.float32))
     rows = np.concatenate(rows)
@@ -142,8 +142,8 @@ def test_d28_numbers_far_from_zero(script):
     rng = np.random.default_rng(0)
     rows = 1e9 + rng.normal(size=(1000, 1))
     for chunk in np.split(rows, 100):
-        moments.update(torch.as_tensor(chunk), torch.ones(10))
-    assert moments.std.item() == pytest.approx(rows.std(), rel=1e-3)
+        moments.update(chunk, np.ones(10))
+    assert moments.std[0] == pytest.approx(rows.std(), rel=1e-3)
 
 
 def test_d28_normalize_never_updates(script):
@@ -157,10 +157,10 @@ def test_d28_freeze_after_normalizer_samples(script):
     _, _envs, agent, _ = build(
         script, "Noise", num_envs=5, norm_obs=True, norm_reward=True, normalizer_samples=20
     )
-    valid = torch.ones(5)
+    valid = np.ones(5)
     for i in range(10):
         agent.observe(np.full((5, 1), float(i)), valid)
-        agent.scale_rewards(torch.full((5,), float(i)), torch.zeros(5), valid)
+        agent.scale_rewards(np.full(5, float(i)), np.zeros(5), valid)
     assert agent.obs_moments.count.item() == agent.return_moments.count.item() == pytest.approx(20, abs=0.01)
     assert agent.obs_moments.mean.item() == pytest.approx(1.5, abs=0.01)
 
@@ -168,7 +168,7 @@ def test_d28_freeze_after_normalizer_samples(script):
 def test_d28_off(script):
     agent = agent_for(script, norm_obs=False)
     raw = np.array([[123.0], [-5.0]])
-    assert agent.observe(raw, torch.ones(2)).numpy() == pytest.approx(raw)
+    assert agent.observe(raw, np.ones(2)).numpy() == pytest.approx(raw)
 
 
 class Recorded(gym.Env):
@@ -197,19 +197,19 @@ def test_d28_to_d31_against_stable_baselines3(script):
     reference = VecNormalize(envs, gamma=0.99)
     agent = agent_for(script, norm_obs=True, norm_reward=True, num_envs=N, num_minibatches=1)
     agent.obs_moments = script.RunningMoments((3,), None)
-    theirs, valid = reference.reset(), torch.ones(N)
+    theirs, valid = reference.reset(), np.ones(N)
     for t in range(T):
         assert agent.observe(obs[t], valid).numpy() == pytest.approx(theirs, abs=1e-3)
         theirs, their_rewards, _, _ = reference.step(np.zeros((N, 1)))
-        done = torch.as_tensor(dones[t]).float()
-        ours = agent.scale_rewards(torch.as_tensor(rewards[t]), done, valid)
-        assert ours.numpy() == pytest.approx(their_rewards, abs=1e-3)
+        done = dones[t].astype(np.float32)
+        ours = agent.scale_rewards(rewards[t], done, valid)
+        assert ours == pytest.approx(their_rewards, abs=1e-3)
 
 
 def test_d29_observation_clipping(script):
     agent = agent_for(script, norm_obs=True)
     for _ in range(50):
-        agent.observe(np.random.default_rng(0).normal(size=(10, 1)), torch.ones(10))
+        agent.observe(np.random.default_rng(0).normal(size=(10, 1)), np.ones(10))
     assert agent.normalize(np.array([[1e6], [-1e6]])).tolist() == [[10], [-10]]
 
 
@@ -224,7 +224,7 @@ def test_d30_reward_scaling(script):
             returns += [total] * 4
         total *= 1 - batch.dones[t, 0].item()
     assert max(returns) < 8  # episodes of 8 steps, ended by their time limit
-    assert agent.return_moments.std.item() == pytest.approx(np.std(returns), rel=1e-3)
+    assert agent.return_moments.std == pytest.approx(np.std(returns), rel=1e-3)
     last = batch.rewards[-1, 0].item()
     assert batch.valid[-1, 0] == 1 or last == 0
     assert batch.rewards[-2, 0].item() == pytest.approx(1 / np.std(returns), rel=0.05)
@@ -238,8 +238,8 @@ def test_d30_off(script):
 def test_d31_reward_clipping(script):
     agent = agent_for(script, norm_reward=True, num_envs=2, num_minibatches=1)
     for _ in range(1000):
-        agent.scale_rewards(torch.tensor([0.1, -0.1]), torch.zeros(2), torch.ones(2))
-    scaled = agent.scale_rewards(torch.tensor([1e9, -1e9]), torch.zeros(2), torch.zeros(2))
+        agent.scale_rewards(np.array([0.1, -0.1]), np.zeros(2), np.ones(2))
+    scaled = agent.scale_rewards(np.array([1e9, -1e9]), np.zeros(2), np.zeros(2))
     assert scaled.tolist() == [10, -10]
 
 

@@ -67,7 +67,7 @@ def test_actions_follow_observations(script):
 def test_values_with_normalizers(script):
     """The value in units of the reward's scale: 10 / std."""
     value, result = value_of(script, "Const", ONE, norm_obs=True, norm_reward=True)
-    std = script.load_agent(result["checkpoint"]).return_moments.std.item()
+    std = script.load_agent(result["checkpoint"]).return_moments.std
     assert value[0] == pytest.approx(10.0 / std, rel=0.05)
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, continuous, environment, only_run, run, scalars, small_flags
@@ -47,7 +48,7 @@ def test_a2_parallelized_gradient_update(script, ranks):
 @pytest.mark.scripts("ppo_continuous_action")
 def test_a2_normalizers_are_merged(script, ranks):
     """After each merge, mean and variance are those of the rows of both processes, each row once."""
-    rows = torch.cat([moment_rows(), moment_rows() + 4])
+    rows = torch.as_tensor(np.concatenate([moment_rows(), moment_rows() + 4]))
     for saved in ranks:
         count, mean, std = saved["moments"]
         assert count.item() == len(rows)

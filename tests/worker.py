@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from helpers import make_args
@@ -37,21 +38,20 @@ def main(name, folder):
     result = {"weights": [p.detach() for p in agent.parameters()], "debug": debug}
     if hasattr(script, "RunningMoments"):
         moments, rows = script.RunningMoments((3,), None), moment_rows()
-        for chunk in rows[rank::2].split(7):
-            moments.update(chunk, torch.ones(len(chunk)))
-            if len(chunk) == 7 and rank == 0:
-                moments.update(chunk, torch.zeros(7))
+        for chunk in np.array_split(rows[rank::2], 7):
+            moments.update(chunk, np.ones(len(chunk)))
+            moments.update(chunk + 1e9, np.zeros(len(chunk)))
         moments.merge()
-        for chunk in rows[rank::2].split(5):
-            moments.update(chunk + 4, torch.ones(len(chunk)))
+        for chunk in np.array_split(rows[rank::2], 5):
+            moments.update(chunk + 4, np.ones(len(chunk)))
         moments.merge()
-        result["moments"] = [moments.count, moments.mean, moments.std]
+        result["moments"] = [moments.count, moments.mean, torch.as_tensor(moments.std)]
     torch.save(result, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def moment_rows():
-    return torch.randn(101, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 1e6
+    return np.random.default_rng(0).normal(1e6, 3, size=(101, 3))
 
 
 if __name__ == "__main__":
