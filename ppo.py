@@ -301,9 +301,9 @@ class Agent(nn.Module):
         self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
         # [D13] Shared and separate MLP networks: separate, policy and value cannot disturb each other; with a
         # shared trunk, each can use what the other has learned.
-        self.critic = nn.Sequential(hidden_layers(*self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
+        self.critic = nn.Sequential(*hidden_layers(*self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
         output = layer_init(nn.Linear(64, space["n"]), std=0.01)
-        self.actor = nn.Sequential(hidden_layers(*self.obs_shape), output)
+        self.actor = nn.Sequential(*hidden_layers(*self.obs_shape), output)
 
     def normalize(self, raw_obs) -> Tensor:
         """(n, ...) from the environments -> (n, D) for the networks."""
@@ -618,15 +618,15 @@ def open_run(args, envs) -> tuple:
     return folder, SummaryWriter(folder), eval_envs
 
 
-def log_iteration(writer, bar, global_step, scalars, episodes, recent_returns):
+def log_iteration(writer, bar, progress, scalars, episodes):
     """One set of scalars, one move of the progress bar."""
     if len(episodes):
         scalars["charts/episodic_return"], scalars["charts/episodic_length"] = episodes.mean(0)
     for name, value in scalars.items():
-        writer.add_scalar(name, value, global_step)
-    mean_return = f"{np.mean(recent_returns):.5g}" if recent_returns else "unknown (no episode has ended)"
-    speed = f"{scalars['charts/SPS']:,.0f} steps/s"
-    bar.set_postfix_str(f"step {global_step:,}, {speed}, return {mean_return}", refresh=False)
+        writer.add_scalar(name, value, progress["global_step"])
+    returns, speed = progress["recent_returns"], f"{scalars['charts/SPS']:,.0f} steps/s"
+    mean_return = f"{np.mean(returns):.5g}" if returns else "unknown (no episode has ended)"
+    bar.set_postfix_str(f"step {progress['global_step']:,}, {speed}, return {mean_return}", refresh=False)
     bar.update()
 
 
@@ -640,8 +640,7 @@ def train(args) -> dict:
     rank, device = start_process(args)
     saved = load_checkpoint(args.resume) if args.resume else None
     progress = saved["progress"] if saved else {"rows": 0, "global_step": 0, "recent_returns": []}
-    global_step, recent_returns = progress["global_step"], progress["recent_returns"]
-    done = progress["rows"] // args.rows_per_iteration  # iterations
+    done, first_step = progress["rows"] // args.rows_per_iteration, progress["global_step"]
     if done >= args.num_iterations and not args.eval_episodes:
         raise BadInput(f"--resume {args.resume}: all --total-timesteps {args.total_timesteps} are done")
     envs, agent, optimizer = build(args, rank, device, saved, done)
@@ -649,15 +648,15 @@ def train(args) -> dict:
     loss_fn = torch.compile(ppo_loss, dynamic=uneven) if args.compile else ppo_loss
     folder, writer, eval_envs = open_run(args, envs) if rank == 0 else (None, None, None)
     if rank == 0 and saved:
-        print(f"resumed at step {global_step:,}; the environments start new episodes", flush=True)
+        print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
     bar = tqdm(initial=done, total=args.num_iterations, unit="iteration", mininterval=0.5, disable=rank > 0)
-    first_step, seconds, signal_number, checkpoint = global_step, 0.0, 0, args.resume
+    seconds, signal_number, checkpoint, eval_returns = 0.0, 0, args.resume, []
     with noted_signals() as noted, bar:
         for iteration in range(done + 1, args.num_iterations + 1):
             started = time.perf_counter()
             remaining = 1 - (iteration - 1) / args.num_iterations
-            # [D04] Adam learning rate annealing: linear, from all of it in the first to 1/I in the last
-            # iteration.
+            # [D04] Adam learning rate annealing: linear; all of it in the first of I iterations, 1/I in the
+            # last.
             learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
             optimizer.param_groups[0]["lr"] = learning_rate
             # [A1] Clip range annealing: in the same way, for policy and value.
@@ -671,41 +670,36 @@ def train(args) -> dict:
             news = int(batch.valid.count_nonzero()), envs.pop_episodes(), max(noted, default=0)
             steps, episodes, signals = zip(*gather(news), strict=True)
             episodes, signal_number = np.concatenate(episodes), max(signals)
-            global_step += sum(steps)
-            # As many as there are environments: of the last 100 alone, few would be long episodes.
-            window = max(100, args.num_envs * args.world_size)
-            recent_returns = (recent_returns + episodes[:, 0].tolist())[-window:]
+            progress["rows"] = iteration * args.rows_per_iteration
+            progress["global_step"] += sum(steps)
+            # At least one episode of each environment: of the last 100 that ended, most may be short ones.
+            returns = progress["recent_returns"] + episodes[:, 0].tolist()
+            progress["recent_returns"] = returns[-max(100, args.num_envs * args.world_size) :]
             duration = time.perf_counter() - started
             seconds += duration
             if rank == 0:
                 charts = {"charts/SPS": sum(steps) / duration, "charts/learning_rate": learning_rate}
-                log_iteration(writer, bar, global_step, charts | debug, episodes, recent_returns)
+                log_iteration(writer, bar, progress, charts | debug, episodes)
             if not all(math.isfinite(debug[name]) for name in DEBUG[:-1]):
                 raise FloatingPointError(f"stopped: iteration {iteration} is not finite in all of {debug}")
             last = iteration == args.num_iterations or signal_number
             if rank == 0 and (last or iteration % args.checkpoint_interval == 0):
-                rows = iteration * args.rows_per_iteration
-                progress = {"rows": rows, "global_step": global_step, "recent_returns": recent_returns}
                 checkpoint = str(folder / "checkpoint.pt")
                 save_checkpoint(checkpoint, agent, optimizer, args, progress)
             if signal_number:
                 break
-    eval_returns = []
     if eval_envs and not signal_number:
         eval_returns = evaluate_policy(agent, eval_envs, args.eval_episodes)
         mean = np.mean(eval_returns) if eval_returns else math.nan
-        writer.add_scalar("eval/episodic_return", mean, global_step)
+        writer.add_scalar("eval/episodic_return", mean, progress["global_step"])
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
     for resource in filter(None, (envs, eval_envs, writer)):
         resource.close()
-    return {
-        "episodic_return": float(np.mean(recent_returns)) if recent_returns else None,
-        "global_step": global_step,
-        "sps": (global_step - first_step) / seconds if seconds else 0.0,
-        "checkpoint": checkpoint,
-        "eval_returns": eval_returns,
-        "signal": signal_number,
-    }
+    result = {"checkpoint": checkpoint, "eval_returns": eval_returns, "signal": signal_number}
+    result["global_step"], returns = progress["global_step"], progress["recent_returns"]
+    result["episodic_return"] = float(np.mean(returns)) if returns else None
+    result["sps"] = (result["global_step"] - first_step) / seconds if seconds else 0.0
+    return result
 
 
 # ---- 11. Command line ----

@@ -23,7 +23,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 # script, flags that differ from its defaults, iterations to measure, whether stable-baselines3 takes part
 WORKS = {
-    "cartpole": ("ppo", {}, 60, True),
+    "cartpole": ("ppo", {}, 200, True),
     "cartpole-4096": ("ppo", {"num_envs": 4096}, 12, False),
     "halfcheetah": ("ppo_continuous_action", {}, 8, True),
     "halfcheetah-4096": ("ppo_continuous_action", {"num_envs": 4096}, 5, False),
@@ -140,12 +140,13 @@ def compare(work, args) -> list[tuple]:
     contestants += [("compiled", 1)] if args.compile else []
     contestants += [("sb3", 1), ("sb3", None)] if with_sb3 else []
     results = {contestant: [] for contestant in contestants}
-    for turn in range(args.repetitions):
+    for _ in range(args.repetitions):
         for contestant in contestants:
             result = measure(work, *contestant, args.iterations)
             results[contestant].append(result)
-            print(f"{work}, turn {turn + 1}, {contestant}: {result['sps']:,.0f} steps/s", file=sys.stderr, flush=True)
-    names = {"script": f"{script_name}.py", "compiled": f"{script_name}.py --compile", "sb3": "stable-baselines3"}
+            print(f"{work}, {contestant}: {result['sps']:,.0f} steps/s", file=sys.stderr, flush=True)
+    ours = f"{script_name}.py"
+    names = {"script": ours, "compiled": f"{ours} --compile", "sb3": "stable-baselines3"}
     sps = {c: statistics.median(result["sps"] for result in results[c]) for c in contestants}
     rows = []
     for who, threads in contestants:
