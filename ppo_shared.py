@@ -5,11 +5,14 @@
     python ppo_shared.py --env-id LunarLander-v3 --total-timesteps 1000000 --capture-video
     python ppo_shared.py --help              # every flag, with its meaning and default
 
-Letters in the comments on shapes: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows,
-M rows of a minibatch, D numbers of an observation. Sections 5 to 8 follow one iteration, in its order.
+A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
+environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.
+Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows of a batch, M rows of a
+minibatch, D numbers of an observation, I iterations. Sections 5 to 8 follow one iteration.
 
 Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
-2022, "The 37 Implementation Details of Proximal Policy Optimization", which the tags [D01] to [D37] number.
+2022, "The 37 Implementation Details of Proximal Policy Optimization", which number the tags [D01] to [D37];
+[A1] to [A4] are auxiliary details.
 """
 
 # /// script
@@ -38,6 +41,7 @@ import threading
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import gymnasium as gym
@@ -55,18 +59,24 @@ class BadInput(ValueError):
     """A flag or a space that cannot be served; on the command line, exit status 2."""
 
 
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 @dataclass
 class Args:
-    """Flags; those with default None follow from --num-envs (N) and from each other, as their lines say."""
+    """Flags. Those with default None follow from --num-envs (N), as their lines say."""
 
     env_id: str = "CartPole-v1"
     """gymnasium id of the environment; module:Env-v0 imports the module that registers it"""
     num_envs: int = 4
     """N, environments that step together (in each process)"""
     num_steps: int | None = None
-    """T, steps per rollout; default 512 / N, at least 16: from N = 32 on, T * N grows by g = N / 32"""
+    """T, steps per rollout; default 512 / N, at least 16: beyond N = 32 the batch grows by g = N / 32"""
     num_minibatches: int | None = None
-    """equal parts of the batch, one gradient step each; default 4, times the power of two below g^(1/2)"""
+    """parts of the batch, one gradient step each; default 4 times the largest power of two up to g^(1/2)"""
     update_epochs: int | None = None
     """passes over each batch; default 4"""
     learning_rate: float | None = None
@@ -74,7 +84,7 @@ class Args:
     total_timesteps: int | None = None
     """rows to collect, by all processes together; default 500,000, times g^(1/2)"""
     clip_coef: float = 0.2
-    """how far the probability ratio may move from 1 before it stops paying; usually 0.1 to 0.3"""
+    """how far the probability ratio may move from 1 before that stops paying; usually 0.1 to 0.3"""
     ent_coef: float = 0.01
     """weight of the entropy bonus; usually 0 to 0.01"""
     exp_name: str = Path(__file__).stem
@@ -84,17 +94,17 @@ class Args:
     env_kwargs: str = "{}"
     """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
     async_envs: bool = False
-    """give each gymnasium environment a process of its own, which pays for slow ones"""
+    """run each gymnasium environment in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
     """lower the learning rate linearly towards 0"""
     anneal_clip: bool = False
-    """lower the clip range linearly towards 0, of policy and value"""
+    """lower the clip range of policy and value linearly towards 0"""
     gamma: float = 0.99
     """discount per step"""
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation: 0 trusts the value function, 1 the rewards alone"""
     bootstrap_truncation: bool = True
-    """value what a time limit cut off; --no-bootstrap-truncation takes a time limit for death"""
+    """value what a time limit cut off; --no-bootstrap-truncation treats a time limit as a termination"""
     norm_adv: bool = True
     """normalize advantages in each minibatch"""
     clip_vloss: bool = True
@@ -106,11 +116,11 @@ class Args:
     target_kl: float | None = None
     """stop learning from a batch when a minibatch's KL divergence exceeds this; usually 0.01 to 0.05"""
     cuda: bool = True
-    """use the GPU if there is one"""
+    """use the GPU if there is one; with small networks and few environments the CPU may be faster"""
     torch_deterministic: bool = True
-    """have cuDNN use reproducible algorithms only"""
+    """have cuDNN, which computes convolutions on a GPU, use reproducible algorithms only"""
     torch_threads: int | None = None
-    """CPU threads of PyTorch; default 1, for minibatches of 16,384 rows and more one per core"""
+    """CPU threads of PyTorch; default 1, or one per core for minibatches of 16,384 rows and more"""
     compile: bool = False
     """compile the loss with torch.compile, which takes half a minute at the start"""
     checkpoint_interval: int = 25
@@ -118,13 +128,15 @@ class Args:
     resume: str | None = None
     """continue from this checkpoint.pt: its flags are the defaults, what is typed now wins"""
     eval_episodes: int = 0
-    """deterministic episodes to play at the end, with --capture-video at least 1"""
+    """deterministic episodes to play at the end; at least 1 with --capture-video"""
     capture_video: bool = False
     """film the episodes played at the end"""
 
     def __post_init__(self):
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.resume:
+            # In Python, a value equal to the class's default counts as not given; the command line knows
+            # better.
             given = load_checkpoint(self.resume)["args"] | given
             vars(self).update(given)
         # Checkpoints hold what was given, not what follows from it: a resumed run derives its defaults anew.
@@ -140,19 +152,18 @@ class Args:
             if value is not None and not low <= value <= high:  # NaN is in no range
                 raise BadInput(f"--{name.replace('_', '-')} must lie in [{low:g}, {high:g}], not {value}")
 
-        g = max(1.0, self.num_envs * self.world_size / 32)  # growth of the batch, over all processes
+        g = self.world_size * max(1.0, self.num_envs / 32)  # an iteration collects g times 512 rows
         self.num_steps = self.num_steps or max(16, 512 // self.num_envs)
         self.num_minibatches = self.num_minibatches or 4 * 2 ** int(math.log2(g) / 2)
         self.update_epochs = self.update_epochs or 4
         self.learning_rate = self.learning_rate or 2.5e-4 * g**0.25
         self.total_timesteps = self.total_timesteps or round(500_000 * g**0.5)
-        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.torch_threads = self.torch_threads or (max(1, cores) if self.minibatch_size >= 16_384 else 1)
+        self.torch_threads = self.torch_threads or (num_cores() if self.minibatch_size >= 16_384 else 1)
         self.eval_episodes = max(self.eval_episodes, int(self.capture_video))
 
-        batch = f"--num-envs {self.num_envs} x --num-steps {self.num_steps} x {self.world_size} process(es)"
+        batch = f"--num-envs {self.num_envs} x --num-steps {self.num_steps} in {self.world_size} process(es)"
         if self.minibatch_size < 2:
-            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves under 2 rows each of {batch}")
+            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves less than 2 rows each: {batch}")
         if self.num_iterations < 1:
             raise BadInput(f"--total-timesteps {self.total_timesteps} is less than one iteration of {batch}")
 
@@ -165,11 +176,11 @@ class Args:
 
 # ---- 3. Environments: make_envs() ----
 class EpisodeTracker(gym.vector.VectorWrapper):
-    """Knows what the coming step starts from, and keeps the score of whole episodes.
+    """Holds the current observations, marks fillers, and records return and length of each episode.
 
     obs: (N, ...) raw observations, which the coming actions answer
-    fillers: (N,) bool, rows of the coming step that are no experience: the step after the end of an episode
-    ignores its action and returns the first observation of a new episode, with reward 0
+    fillers: (N,) bool, rows of the coming step that are fillers: the step after the end of an episode ignores
+    its action and returns the first observation of a new episode, with reward 0
     """
 
     def __init__(self, envs):
@@ -230,11 +241,21 @@ def make_vec(args, num_envs, seed, video_folder=None):
         kwargs["render_mode"] = "rgb_array"
         return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
     if args.async_envs:
-        ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, not for those
-        envs = gym.make_vec(args.env_id, num_envs, "async", **kwargs)
-        signal.signal(signal.SIGINT, ours)
-        return envs
-    return gym.make_vec(args.env_id, num_envs, **kwargs)
+        kwargs["vectorization_mode"] = "async"
+    with ignored_interrupts():
+        return gym.make_vec(args.env_id, num_envs, **kwargs)
+
+
+@contextlib.contextmanager
+def ignored_interrupts():
+    """Processes started in here ignore Ctrl-C, which is for this one to handle."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    try:
+        yield
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
 
 
 def make_envs(args, num_envs, seed, video_folder=None):
@@ -243,9 +264,8 @@ def make_envs(args, num_envs, seed, video_folder=None):
     With a `video_folder`, films every episode into it. Raises BadInput for what cannot be made or served.
     """
     try:
-        glance = make_vec(args, 1, seed)
-        check_spaces(args.env_id, glance)
-        glance.close()
+        with contextlib.closing(make_vec(args, 1, seed)) as one:
+            check_spaces(args.env_id, one)
         envs = make_vec(args, num_envs, seed, video_folder)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
             envs = gym.wrappers.vector.FlattenObservation(envs)
@@ -264,11 +284,11 @@ def make_envs(args, num_envs, seed, video_folder=None):
     return envs
 
 
-EVALUATION = 2**32 - 1  # stands for the rank in the seed of the environment that evaluates
+EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds of its own
 
 
 def derive_seed(*numbers) -> int:
-    """A seed far from those of other numbers: environment i takes seed + i, so near ones would overlap."""
+    """Environment i takes seed + i; hashing keeps runs with neighboring seeds from sharing environments."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
@@ -276,7 +296,7 @@ def derive_seed(*numbers) -> int:
 def layer_init(layer, std=2**0.5, bias=0.0):
     """The layer, with its weights orthogonal times `std` and its biases constant."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
-    # 0.01 for the policy, so that it starts with all actions almost equally likely.
+    # 0.01 for the policy, which so hardly depends on the observation at first.
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
@@ -289,37 +309,41 @@ def hidden_layers(num_inputs) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Policy and value function. It alone knows dtype and shape of observations and actions."""
+    """Policy and value function. It alone knows dtype and shape of observations and actions.
+
+    observe(), scale_rewards() and merge_normalizers() are for running statistics; here there are none.
+    """
 
     def __init__(self, envs, args):
         super().__init__()
-        self.obs_shape, self.obs_dtype = (math.prod(envs.single_observation_space.shape),), torch.float32
+        num_inputs = math.prod(envs.single_observation_space.shape)
+        self.obs_shape, self.obs_dtype = (num_inputs,), torch.float32
         self.action_shape, self.action_dtype = (), torch.int64
         space = {"n": int(envs.single_action_space.n), "start": int(envs.single_action_space.start)}
         self.first_action = space["start"]
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
         self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
-        # [D13] Shared and separate MLP networks: separate, policy and value cannot disturb each other; with a
-        # shared trunk, each can use what the other has learned.
-        self.trunk = hidden_layers(*self.obs_shape)
+        # [D13] Shared and separate MLP networks: two designs. Separate networks keep policy and value from
+        # disturbing each other; a shared trunk lets each use what the other has learned.
+        self.trunk = hidden_layers(num_inputs)
         self.critic = layer_init(nn.Linear(64, 1), std=1.0)
         self.actor = layer_init(nn.Linear(64, space["n"]), std=0.01)
 
     def normalize(self, raw_obs) -> Tensor:
         """(n, ...) from the environments -> (n, D) for the networks."""
         device = next(self.parameters()).device
-        return torch.as_tensor(raw_obs, dtype=self.obs_dtype, device=device).flatten(1)
+        return torch.as_tensor(raw_obs, dtype=self.obs_dtype, device=device).reshape(len(raw_obs), -1)
 
     def observe(self, raw_obs, valid) -> Tensor:
-        """normalize(), after statistics learned from the rows with valid (n,) = 1; none are kept here."""
+        """normalize(), for the observations of a rollout."""
         return self.normalize(raw_obs)
 
     def scale_rewards(self, rewards, dones, valid) -> np.ndarray:
-        """(N,) raw rewards -> (N,) rewards to learn from; the same here."""
+        """(N,) raw rewards -> (N,) rewards to learn from: here the same."""
         return rewards
 
     def merge_normalizers(self):
-        """Lets all processes share their statistics; none are kept here."""
+        """Nothing to merge here."""
 
     def get_value(self, obs) -> Tensor:
         """(n, D) -> (n,)"""
@@ -328,7 +352,9 @@ class Agent(nn.Module):
     def act(self, obs, deterministic=False) -> Tensor:
         """(n, D) -> (n,), sampled or the most likely ones, counted from 0."""
         logits = self.actor(self.trunk(obs))  # (n, actions)
-        if not deterministic:  # the largest of logits + Gumbel noise is a sample of their softmax
+        if not deterministic:
+            # Minus the log of Exp(1) is Gumbel noise, and the largest of logits + noise a sample of their
+            # softmax.
             logits = logits - torch.empty_like(logits).exponential_().log()
         return logits.argmax(-1)
 
@@ -339,9 +365,9 @@ class Agent(nn.Module):
     def evaluate_actions(self, batch) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of batch.actions, entropies and values, each in the shape of batch.valid."""
         hidden = self.trunk(batch.obs)  # (..., 64)
-        log_probs = self.actor(hidden).log_softmax(-1)  # (..., actions)
-        logprobs = log_probs.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
-        return logprobs, -(log_probs.exp() * log_probs).sum(-1), self.critic(hidden).squeeze(-1)
+        all_logprobs = self.actor(hidden).log_softmax(-1)  # (..., actions)
+        logprobs = all_logprobs.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
+        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1), self.critic(hidden).squeeze(-1)
 
 
 # ---- 5. Experience: rollout() ----
@@ -369,9 +395,9 @@ def rollout(agent, envs, args) -> Rollout:
     columns = np.zeros((4, T, N), np.float32)
     rewards, terminations, dones, valid = columns
     with torch.inference_mode():
+        # [D01] Vectorized architecture: N environments take T steps each, from where the last rollout
+        # stopped; long episodes are learned from piece by piece.
         for t in range(T):
-            # [D01] Vectorized architecture: N environments take T steps each, from where the last rollout
-            # stopped; long episodes are learned from piece by piece.
             valid[t] = ~envs.fillers
             obs[t] = agent.observe(envs.obs, valid[t])
             actions[t] = agent.act(obs[t])
@@ -393,27 +419,34 @@ def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor
     # is worth the value of the last observation; later rewards flow back across neither.
     deltas = rewards + gamma * values[1:] * (1 - terminations) - values[:-1]  # (T, N)
     decay = gamma * gae_lambda * (1 - dones)  # (T, N)
-    advantages, following = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # (T, N), (N,)
+    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # (T, N), (N,)
     for t in reversed(range(len(rewards))):
-        advantages[t] = following = deltas[t] + decay[t] * following
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
     return advantages, advantages + values[:-1]
 
 
 @torch.no_grad()
 def evaluate_rollout(agent, batch, args) -> Rollout:
-    """The rollout with logprobs, values, advantages and returns filled in; to be called before any update."""
+    """The rollout with logprobs, values, advantages and returns filled in; to be called before any update.
+
+    One pass over all rows, not T small ones: acting needs only the action, and the policy is still the same.
+    """
     logprobs, _, values = agent.evaluate_actions(batch)  # (T, N)
     values = torch.cat([values, agent.get_value(batch.next_obs)[None]])  # (T+1, N)
-    deaths = batch.terminations if args.bootstrap_truncation else batch.dones
-    advantages, returns = gae(batch.rewards, values, deaths, batch.dones, args.gamma, args.gae_lambda)
+    ends = batch.terminations if args.bootstrap_truncation else batch.dones
+    advantages, returns = gae(batch.rewards, values, ends, batch.dones, args.gamma, args.gae_lambda)
     return batch._replace(logprobs=logprobs, values=values[:-1], advantages=advantages, returns=returns)
 
 
 # ---- 7. Loss: ppo_loss() ----
+NAMES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac grad_norm explained_variance"
+DEBUG = [f"losses/{name}" for name in NAMES.split()]  # six from ppo_loss(), the last two from update()
+
+
 def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     """The loss of one minibatch, and its debug variables (6,) in the order of DEBUG.
 
-    All means are over real rows. clip_coef is a tensor: for each new float, code would be compiled anew.
+    All means are over real rows. clip_coef is a tensor: torch.compile would compile anew for each new float.
     """
     weights = batch.valid / batch.valid.sum().clamp(min=1)  # (M,), with sum 1, or 0 if all rows are fillers
     logprobs, entropies, values = agent.evaluate_actions(batch)
@@ -433,8 +466,8 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 
     squared_errors = (values - batch.returns).square()
     if args.clip_vloss:
-        # [D09] Value function loss clipping: the larger of two errors, one of them with the value kept near
-        # the old one.
+        # [D09] Value function loss clipping: the larger of two errors, one of them with the value clipped to
+        # a range around the old one.
         clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
     value_loss = 0.5 * (squared_errors * weights).sum()
@@ -443,9 +476,8 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     entropy = (entropies * weights).sum()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
 
-    # [D12] Debug variables: means over all minibatches of an iteration, where many ports log the last one
-    # only. Two estimates of the KL divergence, k1 and k3 of joschu.net/blog/kl-approx.html; k3 is never
-    # negative.
+    # [D12] Debug variables: means over all minibatches of an iteration; many ports log only the last one. The
+    # KL divergence is estimated twice, by k1 and k3 of joschu.net/blog/kl-approx.html; k3 is never negative.
     clipped = ((ratio - 1).abs() > clip_coef).float()
     means = [(x * weights).sum() for x in (-log_ratio, ratio - 1 - log_ratio, clipped)]
     return loss, torch.stack([policy_loss, value_loss, entropy, *means]).detach()
@@ -453,49 +485,46 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 
 # ---- 8. Learning: update() ----
 
-NAMES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac grad_norm explained_variance"
-DEBUG = [f"losses/{name}" for name in NAMES.split()]
-
 
 def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
     """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
     device, parameters = batch.valid.device, list(agent.parameters())
     unread = dict.fromkeys(["rewards", "terminations", "dones", "next_obs"])  # by the loss
     columns = [None if x is None else x.flatten(0, 1) for x in batch._replace(**unread)]  # (B, ...) each
-    clip_coef, debug_sum, minibatches, steps = torch.tensor(clip_coef, device=device), 0, 0, 0
+    clip_coef, debugs, steps = torch.tensor(clip_coef, device=device), [], 0
     # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
-    shuffles = (torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs))
+    shuffles = [torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs)]
     for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
         minibatch = Rollout(*(None if x is None else x[rows] for x in columns))
         loss, debug = loss_fn(agent, minibatch, clip_coef, args)
         optimizer.zero_grad()
         loss.backward()
         if dist.is_initialized():
-            # [A2] Parallelized gradient update: the mean over the real rows of all processes, so that K of
-            # them with N environments learn as one with K * N would.
-            means = [debug, *(parameter.grad for parameter in parameters), torch.ones(1, device=device)]
-            sums = nn.utils.parameters_to_vector(means) * minibatch.valid.sum()
+            # [A2] Parallelized gradient update: the mean over the real rows of all processes. K processes
+            # with N environments step as one with K * N, but each normalizes its own advantages.
+            averaged = [debug, *(parameter.grad for parameter in parameters), torch.ones(1, device=device)]
+            sums = nn.utils.parameters_to_vector(averaged) * minibatch.valid.sum()
             dist.all_reduce(sums)
-            nn.utils.vector_to_parameters(sums / sums[-1].clamp(min=1), means)
+            nn.utils.vector_to_parameters(sums / sums[-1].clamp(min=1), averaged)
         # [D11] Global gradient clipping: by one norm over all parameters.
         grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        debug_sum, minibatches = debug_sum + torch.cat([debug, grad_norm[None]]), minibatches + 1
+        debugs.append(torch.cat([debug, grad_norm[None]]))
         # [A3] Early stopping of the policy optimizations: the step that would lead even further is not taken.
         if args.target_kl is not None and debug[DEBUG.index("losses/approx_kl")] > args.target_kl:
             break
         optimizer.step()
         steps += 1
-    weights = batch.valid / batch.valid.sum().clamp(min=1)  # (T, N)
-    deviations = [x - (x * weights).sum() for x in (batch.returns - batch.values, batch.returns)]
-    unexplained, variance = [(x.square() * weights).sum() for x in deviations]
-    means = torch.cat([debug_sum / minibatches, (1 - unexplained / variance)[None]]).tolist()
+    real = batch.valid > 0  # of this process: explained variance is not averaged over processes
+    errors, returns = (x[real] - x[real].mean() for x in (batch.returns - batch.values, batch.returns))
+    explained_variance = 1 - errors.square().sum() / returns.square().sum()
+    means = torch.cat([torch.stack(debugs).mean(0), explained_variance[None]]).tolist()
     return dict(zip(DEBUG, means, strict=True)) | {"losses/gradient_steps": steps}
 
 
 # ---- 9. What was learned: evaluate_policy(), save_checkpoint(), load_checkpoint(), load_agent() ----
 @torch.inference_mode()
 def evaluate_policy(agent, envs, num_episodes, max_steps=100_000) -> list[float]:
-    """Raw returns of deterministic episodes in one environment, with normalizers as they are.
+    """Raw returns of deterministic episodes in one environment, which leave the agent as it is.
 
     Fewer than num_episodes come back if they take more than max_steps each on average.
     """
@@ -516,7 +545,7 @@ def on_cpu(x):
 
 
 def save_checkpoint(path, agent, optimizer, args, progress):
-    """Writes what load_agent() and --resume need; `path` holds the old file or the new one, never a part."""
+    """Writes what load_agent() and --resume need; whoever is killed here leaves the old file or the new."""
     state = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "spaces": agent.spaces}
     state |= {"args": args.given, "progress": progress, "rng": torch.get_rng_state()}
     state["cuda_rng"] = torch.cuda.get_rng_state() if next(agent.parameters()).is_cuda else None
@@ -525,17 +554,19 @@ def save_checkpoint(path, agent, optimizer, args, progress):
 
 
 def load_checkpoint(path) -> dict:
-    """What save_checkpoint() wrote, on the CPU. Raises BadInput where no file is."""
-    if not Path(path).is_file():
-        raise BadInput(f"--resume {path}: there is no such file")
-    return torch.load(path, map_location="cpu")
+    """What save_checkpoint() wrote, on the CPU. Raises BadInput where there is nothing of the kind."""
+    try:
+        return torch.load(path, map_location="cpu")
+    except Exception as error:  # whatever a file can be instead
+        raise BadInput(f"--resume {path}: cannot be read as a checkpoint: {error}") from error
 
 
 def load_agent(path) -> Agent:
     """The agent of a checkpoint, ready for agent.act(agent.normalize(raw_obs), deterministic=True)."""
     checkpoint = load_checkpoint(path)
-    spaces = {name: argparse.Namespace(**space) for name, space in checkpoint["spaces"].items()}
-    agent = Agent(argparse.Namespace(**spaces), Args(**checkpoint["args"]))
+    spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
+    values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]
+    agent = Agent(SimpleNamespace(**spaces), SimpleNamespace(**values))
     agent.load_state_dict(checkpoint["agent"])
     return agent
 
@@ -545,9 +576,12 @@ def start_process(args) -> tuple[int, torch.device]:
     """Rank and device of this process; joins the others if torchrun started several."""
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
+        if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            raise BadInput("--cuda: this machine has fewer GPUs than processes; add --no-cuda")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if args.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group()  # gloo between CPUs, nccl between GPUs
+        # Gradients are averaged where they are; normalizers are always on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_num_threads(args.torch_threads)
     return int(os.environ.get("RANK", "0")), device
@@ -563,13 +597,12 @@ def gather(x) -> list:
 
 @contextlib.contextmanager
 def noted_signals():
-    """Yields a list to which Ctrl-C or SIGTERM adds its number; the second one ends the process at once."""
+    """Yields a list to which Ctrl-C or SIGTERM adds its number; a second one ends the process, unsaved."""
     noted = []
 
     def note(number, frame):
         noted.append(number)
-        for each in previous:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
     in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
     previous = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM) if in_main_thread}
@@ -601,7 +634,7 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
     return envs, agent, optimizer
 
 
-def open_run(args, envs) -> tuple:
+def open_run(args, envs, device) -> tuple:
     """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
     env_name = args.env_id.replace("/", "-").replace(":", "-")
     folder = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}")
@@ -611,12 +644,15 @@ def open_run(args, envs) -> tuple:
     if args.eval_episodes:  # made now, so that a missing renderer is noticed before training
         films = folder / "videos" if args.capture_video else None
         eval_envs = make_envs(args, 1, derive_seed(args.seed, EVALUATION), films)
+    writer = SummaryWriter(folder)
+    writer.add_text("args", "\n".join(f"    {f.name}: {getattr(args, f.name)}" for f in fields(args)))
     batch = f"{args.num_envs} envs x {args.num_steps} steps = {args.batch_size:,} rows per iteration"
     learning = f"{args.update_epochs} epochs x {args.num_minibatches} minibatches of {args.minibatch_size:,}"
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
-    print(f"{args.env_id} by {type(envs.unwrapped).__name__}; logs and checkpoint in {folder}")
-    print(f"{batch}; {learning}{processes}; {args.num_iterations:,} iterations", flush=True)
-    return folder, SummaryWriter(folder), eval_envs
+    print(f"{args.env_id} by {type(envs.unwrapped).__name__}, learning on {device}; logs in {folder}")
+    print(f"{batch}; {learning}{processes}; {args.num_iterations:,} iterations", end="; ")
+    print(f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}", flush=True)
+    return folder, writer, eval_envs
 
 
 def log_iteration(writer, bar, progress, scalars, episodes):
@@ -627,6 +663,7 @@ def log_iteration(writer, bar, progress, scalars, episodes):
         writer.add_scalar(name, value, progress["global_step"])
     returns, speed = progress["recent_returns"], f"{scalars['charts/SPS']:,.0f} steps/s"
     mean_return = f"{np.mean(returns):.5g}" if returns else "unknown (no episode has ended)"
+    writer.flush()
     bar.set_postfix_str(f"step {progress['global_step']:,}, {speed}, return {mean_return}", refresh=False)
     bar.update()
 
@@ -640,21 +677,22 @@ def train(args) -> dict:
     """
     rank, device = start_process(args)
     saved = load_checkpoint(args.resume) if args.resume else None
+    # Rows, fillers included, are what --total-timesteps counts; global_step counts real rows, for the logs.
     progress = saved["progress"] if saved else {"rows": 0, "global_step": 0, "recent_returns": []}
-    done, first_step = progress["rows"] // args.rows_per_iteration, progress["global_step"]
-    if done >= args.num_iterations and not args.eval_episodes:
+    iterations_done, first_step = progress["rows"] // args.rows_per_iteration, progress["global_step"]
+    if iterations_done >= args.num_iterations and not args.eval_episodes:
         raise BadInput(f"--resume {args.resume}: all --total-timesteps {args.total_timesteps} are done")
-    envs, agent, optimizer = build(args, rank, device, saved, done)
+    envs, agent, optimizer = build(args, rank, device, saved, iterations_done)
     uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
     loss_fn = torch.compile(ppo_loss, dynamic=uneven) if args.compile else ppo_loss
-    folder, writer, eval_envs = open_run(args, envs) if rank == 0 else (None, None, None)
+    folder, writer, eval_envs = open_run(args, envs, device) if rank == 0 else (None, None, None)
     if rank == 0 and saved:
         print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
-    bar = tqdm(initial=done, total=args.num_iterations, unit="iteration", mininterval=0.5, disable=rank > 0)
-    seconds, signal_number, checkpoint, eval_returns = 0.0, 0, args.resume, []
+    bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
+    signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
     with noted_signals() as noted, bar:
-        for iteration in range(done + 1, args.num_iterations + 1):
-            started = time.perf_counter()
+        for iteration in range(iterations_done + 1, args.num_iterations + 1):
+            iteration_started = time.perf_counter()
             remaining = 1 - (iteration - 1) / args.num_iterations
             # [D04] Adam learning rate annealing: linear; all of it in the first of I iterations, 1/I in the
             # last.
@@ -668,18 +706,18 @@ def train(args) -> dict:
             batch = evaluate_rollout(agent, batch, args)
             debug = update(agent, optimizer, batch, args, clip_coef, loss_fn)
 
-            news = int(batch.valid.count_nonzero()), envs.pop_episodes(), max(noted, default=0)
-            steps, episodes, signals = zip(*gather(news), strict=True)
+            report = int(batch.valid.count_nonzero()), envs.pop_episodes(), max(noted, default=0)
+            steps, episodes, signals = zip(*gather(report), strict=True)
             episodes, signal_number = np.concatenate(episodes), max(signals)
             progress["rows"] = iteration * args.rows_per_iteration
             progress["global_step"] += sum(steps)
-            # At least one episode of each environment: of the last 100 that ended, most may be short ones.
+            # As many as there are environments, at least 100: short episodes end first and would count for
+            # more.
             returns = progress["recent_returns"] + episodes[:, 0].tolist()
             progress["recent_returns"] = returns[-max(100, args.num_envs * args.world_size) :]
-            duration = time.perf_counter() - started
-            seconds += duration
             if rank == 0:
-                charts = {"charts/SPS": sum(steps) / duration, "charts/learning_rate": learning_rate}
+                sps = sum(steps) / (time.perf_counter() - iteration_started)
+                charts = {"charts/SPS": sps, "charts/learning_rate": learning_rate}
                 log_iteration(writer, bar, progress, charts | debug, episodes)
             if not all(math.isfinite(debug[name]) for name in DEBUG[:-1]):
                 raise FloatingPointError(f"stopped: iteration {iteration} is not finite in all of {debug}")
@@ -689,18 +727,21 @@ def train(args) -> dict:
                 save_checkpoint(checkpoint, agent, optimizer, args, progress)
             if signal_number:
                 break
-    if eval_envs and not signal_number:
+    sps = (progress["global_step"] - first_step) / (time.perf_counter() - started)
+    if eval_envs is not None and not signal_number:
         eval_returns = evaluate_policy(agent, eval_envs, args.eval_episodes)
         mean = np.mean(eval_returns) if eval_returns else math.nan
         writer.add_scalar("eval/episodic_return", mean, progress["global_step"])
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
-    for resource in filter(None, (envs, eval_envs, writer)):
-        resource.close()
-    result = {"checkpoint": checkpoint, "eval_returns": eval_returns, "signal": signal_number}
-    result["global_step"], returns = progress["global_step"], progress["recent_returns"]
+    for resource in (envs, eval_envs, writer):
+        if resource is not None:
+            resource.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    result = {"checkpoint": checkpoint, "eval_returns": eval_returns, "signal": signal_number, "sps": sps}
+    returns = progress["recent_returns"]
     result["episodic_return"] = float(np.mean(returns)) if returns else None
-    result["sps"] = (result["global_step"] - first_step) / seconds if seconds else 0.0
-    return result
+    return result | {"global_step": progress["global_step"]}
 
 
 # ---- 11. Command line ----

@@ -28,6 +28,7 @@ ACTIONS = {
 }
 OBSERVATIONS = {
     "vector": box(),
+    "scalar": box(shape=()),
     "matrix": box(shape=(2, 3)),
     "float64": box(-1e9, 1e9, (3,), np.float64),
     "ram": spaces.Box(0, 255, (128,), np.uint8),

@@ -109,7 +109,7 @@ def test_derived_defaults_alone_are_never_refused(script, world_size, monkeypatc
     for num_envs in [*range(1, 300), 511, 1000, 1024, 2047, 2048, 2049, 4095, 4096, 10_000, 65_535, 65_536]:
         args = script.Args(num_envs=num_envs)
         assert args.num_iterations >= 5
-        assert args.minibatch_size >= 32
+        assert args.minibatch_size >= 16
 
 
 def test_rates_and_sizes_grow_with_n(script):
@@ -142,7 +142,7 @@ def test_what_is_typed_is_never_adjusted(script):
 def test_threads_follow_the_minibatch(script):
     assert script.Args(num_envs=4, num_steps=128, num_minibatches=4).torch_threads == 1
     large = script.Args(num_envs=4096, num_steps=16, num_minibatches=4, total_timesteps=10**7)
-    assert large.torch_threads == os.cpu_count()
+    assert large.torch_threads == len(os.sched_getaffinity(0))
     assert script.Args(torch_threads=3).torch_threads == 3
 
 

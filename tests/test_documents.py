@@ -63,7 +63,7 @@ COPIES = [
         "train",
         "parse_args",
     ),
-    *("EpisodeTracker", "BadInput"),
+    *("EpisodeTracker", "BadInput", "num_cores", "ignored_interrupts"),
 ]
 
 

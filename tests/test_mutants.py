@@ -23,8 +23,8 @@ MUTANTS = [
     (
         "D01",
         P,
-        "for t in range(T):",
-        "envs.reset()\n        for t in range(T):",
+        "for t in range(T):\n            valid[t]",
+        "envs.reset()\n        for t in range(T):\n            valid[t]",
         test_details.test_d01_vectorized_architecture,
     ),
     (
@@ -166,8 +166,8 @@ MUTANTS = [
     (
         "D12",
         P,
-        "debug_sum + torch.cat([debug, grad_norm[None]])",
-        "minibatches * torch.cat([debug, grad_norm[None]])",
+        "torch.stack(debugs).mean(0)",
+        "debugs[-1]",
         test_details.test_d12_means_over_all_minibatches,
     ),
     (
@@ -268,7 +268,7 @@ MUTANTS = [
         "self.obs_moments.std, -1e9, 1e9)",
         test_continuous.test_d29_observation_clipping,
     ),
-    ("D30", C, "self.returns *= 1 - dones", "pass", test_continuous.test_d30_reward_scaling),
+    ("D30", C, "self.discounted_returns *= 1 - dones", "pass", test_continuous.test_d30_reward_scaling),
     (
         "D30",
         C,

@@ -129,6 +129,13 @@ def test_load_agent(script):
     assert actions.flatten()[0] < actions.flatten()[1]
 
 
+def test_what_is_no_checkpoint(script):
+    Path("notes.txt").write_text("not a checkpoint")
+    for path in ("notes.txt", "missing.pt", "."):
+        with pytest.raises(script.BadInput, match=f"--resume {path}: cannot be read"):
+            script.Args(resume=path)
+
+
 def test_checkpoint_interval(script, monkeypatch):
     saved, save = [], script.save_checkpoint
 
