@@ -4,8 +4,10 @@ import pytest
 import torch
 from helpers import continuous, make_args, recorded
 
+# What the compiler of torch 2.13 says of its own parts.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
 
-@pytest.mark.slow
+
 @pytest.mark.scripts("ppo", "ppo_continuous_action")
 def test_compiled_updates_agree_with_eager_ones(script, monkeypatch):
     """5 updates of the same rollout with the same permutations: losses within 1e-3, one compilation, ratio 1."""
@@ -34,7 +36,6 @@ def test_compiled_updates_agree_with_eager_ones(script, monkeypatch):
                 assert other[name] == pytest.approx(value, abs=1e-3), name
 
 
-@pytest.mark.slow
 @pytest.mark.scripts("ppo")
 def test_a_compiled_run_can_be_used_without_compiling(script):
     result = script.train(make_args(script, compile=True))

@@ -187,3 +187,15 @@ def test_no_hidden_globals(script):
 
     for child in table.get_children():
         check(child)
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+def test_the_code_in_the_readme_runs(script):
+    """The blocks in Python, on a shorter run."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert len(blocks) == 2
+    names = {}
+    exec(blocks[0].replace("total_timesteps=500_000", "total_timesteps=2048"), names)
+    result = names["train"](names["Args"](total_timesteps=2048))
+    exec(blocks[1].replace("runs/…/checkpoint.pt", result["checkpoint"]), names)
+    assert names["env"].action_space.contains(names["action"])

@@ -12,6 +12,7 @@ import torch
 from helpers import ROOT, continuous, environment, only_run, run, scalars, small_flags
 from worker import global_batch, moment_rows
 
+pytestmark = pytest.mark.scripts("ppo", "ppo_continuous_action")  # the code is a copy in the third
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
