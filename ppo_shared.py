@@ -191,18 +191,19 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     def reset(self, *, seed=None, options=None):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.fillers = np.zeros(self.num_envs, bool)
-        self.returns, self.lengths = np.zeros((2, self.num_envs))
+        self.returns, self.starts = np.zeros((2, self.num_envs))
+        self.steps = 0  # taken so far, and in `starts` those before the current episodes
         self.ended = []
         return self.obs, infos
 
     def step(self, actions):
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns += rewards
-        self.lengths += ~self.fillers
+        self.steps += 1
         self.fillers = terminations | truncations
         if self.fillers.any():
-            self.ended.append(np.stack([self.returns, self.lengths], axis=1)[self.fillers])
-            self.returns[self.fillers] = self.lengths[self.fillers] = 0
+            self.ended.append(np.stack([self.returns, self.steps - self.starts], axis=1)[self.fillers])
+            self.returns[self.fillers], self.starts[self.fillers] = 0, self.steps + 1
         return self.obs, rewards, terminations, truncations, infos
 
     def pop_episodes(self) -> np.ndarray:
@@ -419,9 +420,11 @@ def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor
     # is worth the value of the last observation; later rewards flow back across neither.
     deltas = rewards + gamma * values[1:] * (1 - terminations) - values[:-1]  # (T, N)
     decay = gamma * gae_lambda * (1 - dones)  # (T, N)
-    advantages, advantage = torch.empty_like(rewards), torch.zeros_like(rewards[0])  # (T, N), (N,)
-    for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = deltas[t] + decay[t] * advantage
+    advantages, advantage = [], torch.zeros_like(rewards[0])  # from the last step back, (N,) each
+    for delta, weight in zip(deltas.flip(0), decay.flip(0), strict=True):
+        advantage = delta + weight * advantage
+        advantages.append(advantage)
+    advantages = torch.stack(advantages).flip(0)  # (T, N)
     return advantages, advantages + values[:-1]
 
 
@@ -663,7 +666,6 @@ def log_iteration(writer, bar, progress, scalars, episodes):
         writer.add_scalar(name, value, progress["global_step"])
     returns, speed = progress["recent_returns"], f"{scalars['charts/SPS']:,.0f} steps/s"
     mean_return = f"{np.mean(returns):.5g}" if returns else "unknown (no episode has ended)"
-    writer.flush()
     bar.set_postfix_str(f"step {progress['global_step']:,}, {speed}, return {mean_return}", refresh=False)
     bar.update()
 
@@ -720,6 +722,8 @@ def train(args) -> dict:
                 charts = {"charts/SPS": sps, "charts/learning_rate": learning_rate}
                 log_iteration(writer, bar, progress, charts | debug, episodes)
             if not all(math.isfinite(debug[name]) for name in DEBUG[:-1]):
+                if writer is not None:  # so that the log shows what was not finite
+                    writer.close()
                 raise FloatingPointError(f"stopped: iteration {iteration} is not finite in all of {debug}")
             last = iteration == args.num_iterations or signal_number
             if rank == 0 and (last or iteration % args.checkpoint_interval == 0):

@@ -268,7 +268,7 @@ MUTANTS = [
         "self.obs_moments.std, -1e9, 1e9)",
         test_continuous.test_d29_observation_clipping,
     ),
-    ("D30", C, "self.discounted_returns *= 1 - dones", "pass", test_continuous.test_d30_reward_scaling),
+    ("D30", C, "returns *= 1 - dones", "pass", test_continuous.test_d30_reward_scaling),
     (
         "D30",
         C,
