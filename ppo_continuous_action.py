@@ -5,8 +5,8 @@
     python ppo_continuous_action.py --env-id Hopper-v5 --eval-episodes 10 --capture-video
     python ppo_continuous_action.py --help                # every flag, with its meaning and default
 
-Seed 1 on 2 CPU cores: the first command takes 10 minutes for 1M steps and ends at a mean return of 1,708, the second
-10 minutes for 18.3M steps and 4,592; in deterministic episodes 1,955 and 4,781.
+Seed 1 on 2 CPU cores: the first command takes 10 minutes for 1M steps and ends at a mean return of 1,708 (in
+deterministic episodes 1,955), the second 10 minutes for 18.3M steps and 4,592 (4,781).
 
 A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
 environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.
@@ -14,8 +14,8 @@ Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N r
 minibatch, D numbers of an observation, A of an action, I iterations. Sections 5 to 8 follow one iteration.
 
 Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
-2022, "The 37 Implementation Details of Proximal Policy Optimization", which number the tags [D01] to [D37];
-[A1] to [A4] are auxiliary details.
+2022, "The 37 Implementation Details of Proximal Policy Optimization", which numbers the tags [D01] to [D37];
+[A1] to [A3] are auxiliary details.
 """
 
 # /// script

@@ -13,8 +13,8 @@ Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N r
 minibatch, D numbers of an observation, I iterations. Sections 5 to 8 follow one iteration.
 
 Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
-2022, "The 37 Implementation Details of Proximal Policy Optimization", which number the tags [D01] to [D37];
-[A1] to [A4] are auxiliary details.
+2022, "The 37 Implementation Details of Proximal Policy Optimization", which numbers the tags [D01] to [D37];
+[A1] to [A3] are auxiliary details.
 """
 
 # /// script
