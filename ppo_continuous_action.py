@@ -151,8 +151,7 @@ class Args:
     def __post_init__(self):
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.resume:
-            # In Python, a value equal to the class's default counts as not given; the command line knows
-            # better.
+            # In Python, what equals the class's default counts as not given; the command line knows better.
             given = load_checkpoint(self.resume)["args"] | given
             vars(self).update(given)
         # Checkpoints hold what was given, not what follows from it: a resumed run derives its defaults anew.
@@ -293,6 +292,18 @@ class Pool(gym.vector.VectorObservationWrapper):
         return np.concatenate([part.reshape(self.num_envs, -1) for part in parts], axis=1)
 
 
+@contextlib.contextmanager
+def ignored_interrupts():
+    """Processes started in here ignore Ctrl-C, which is for this one to handle."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    try:
+        yield
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+
+
 @quiet_mujoco()
 def make_vec(args, num_envs, seed, video_folder=None):
     """The vector environment as gymnasium or envpool makes it."""
@@ -308,21 +319,9 @@ def make_vec(args, num_envs, seed, video_folder=None):
         kwargs |= {"num_envs": num_envs, "num_threads": min(num_envs, num_cores()), "seed": seed}
         return Pool(envpool.make_gymnasium(args.env_id, **kwargs))
     if args.async_envs:
-        kwargs["vectorization_mode"] = "async"
-    with ignored_interrupts():
-        return gym.make_vec(args.env_id, num_envs, **kwargs)
-
-
-@contextlib.contextmanager
-def ignored_interrupts():
-    """Processes started in here ignore Ctrl-C, which is for this one to handle."""
-    in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-    try:
-        yield
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
+        with ignored_interrupts():
+            return gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+    return gym.make_vec(args.env_id, num_envs, **kwargs)
 
 
 def make_envs(args, num_envs, seed, video_folder=None):
@@ -364,7 +363,7 @@ def derive_seed(*numbers) -> int:
 def layer_init(layer, std=2**0.5, bias=0.0):
     """The layer, with its weights orthogonal times `std` and its biases constant."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
-    # 0.01 for the policy, which so hardly depends on the observation at first.
+    # 0.01 for the policy, so that it hardly depends on the observation at first.
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
@@ -886,8 +885,8 @@ def train(args) -> dict:
     for resource in (envs, eval_envs, writer):
         if resource is not None:
             resource.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized() and device.type == "cuda":
+        dist.destroy_process_group()  # nccl warns without it; with gloo, a process was once seen to abort
     result = {"checkpoint": checkpoint, "eval_returns": eval_returns, "signal": signal_number, "sps": sps}
     returns = progress["recent_returns"]
     result["episodic_return"] = float(np.mean(returns)) if returns else None

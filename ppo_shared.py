@@ -137,8 +137,7 @@ class Args:
     def __post_init__(self):
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.resume:
-            # In Python, a value equal to the class's default counts as not given; the command line knows
-            # better.
+            # In Python, what equals the class's default counts as not given; the command line knows better.
             given = load_checkpoint(self.resume)["args"] | given
             vars(self).update(given)
         # Checkpoints hold what was given, not what follows from it: a resumed run derives its defaults anew.
@@ -235,20 +234,6 @@ def env_kwargs(args) -> dict:
         raise BadInput(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from error
 
 
-def make_vec(args, num_envs, seed, video_folder=None):
-    """The vector environment as gymnasium makes it."""
-    kwargs = env_kwargs(args)
-    if video_folder:
-        film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
-        wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
-        kwargs["render_mode"] = "rgb_array"
-        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
-    if args.async_envs:
-        kwargs["vectorization_mode"] = "async"
-    with ignored_interrupts():
-        return gym.make_vec(args.env_id, num_envs, **kwargs)
-
-
 @contextlib.contextmanager
 def ignored_interrupts():
     """Processes started in here ignore Ctrl-C, which is for this one to handle."""
@@ -259,6 +244,20 @@ def ignored_interrupts():
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, handler)
+
+
+def make_vec(args, num_envs, seed, video_folder=None):
+    """The vector environment as gymnasium makes it."""
+    kwargs = env_kwargs(args)
+    if video_folder:
+        film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
+        wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
+        kwargs["render_mode"] = "rgb_array"
+        return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
+    if args.async_envs:
+        with ignored_interrupts():
+            return gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+    return gym.make_vec(args.env_id, num_envs, **kwargs)
 
 
 def make_envs(args, num_envs, seed, video_folder=None):
@@ -299,7 +298,7 @@ def derive_seed(*numbers) -> int:
 def layer_init(layer, std=2**0.5, bias=0.0):
     """The layer, with its weights orthogonal times `std` and its biases constant."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
-    # 0.01 for the policy, which so hardly depends on the observation at first.
+    # 0.01 for the policy, so that it hardly depends on the observation at first.
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias)
     return layer
@@ -356,8 +355,7 @@ class Agent(nn.Module):
         """(n, D) -> (n,), sampled or the most likely ones, counted from 0."""
         logits = self.actor(self.trunk(obs))  # (n, actions)
         if not deterministic:
-            # Minus the log of Exp(1) is Gumbel noise, and the largest of logits + noise a sample of their
-            # softmax.
+            # Minus the log of Exp(1) is Gumbel noise; the argmax of logits + noise samples the softmax.
             logits = logits - torch.empty_like(logits).exponential_().log()
         return logits.argmax(-1)
 
@@ -742,8 +740,8 @@ def train(args) -> dict:
     for resource in (envs, eval_envs, writer):
         if resource is not None:
             resource.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized() and device.type == "cuda":
+        dist.destroy_process_group()  # nccl warns without it; with gloo, a process was once seen to abort
     result = {"checkpoint": checkpoint, "eval_returns": eval_returns, "signal": signal_number, "sps": sps}
     returns = progress["recent_returns"]
     result["episodic_return"] = float(np.mean(returns)) if returns else None
