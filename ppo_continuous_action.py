@@ -39,7 +39,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -154,8 +153,7 @@ class Args:
             # In Python, what equals the class's default counts as not given; the command line knows better.
             given = load_checkpoint(self.resume)["args"] | given
             vars(self).update(given)
-        # Checkpoints hold what was given, not what follows from it: a resumed run derives its defaults anew.
-        self.given = {name: value for name, value in given.items() if name != "resume"}
+        self.given = given  # for checkpoints, without what follows from it: a resumed run derives that anew
 
         ranges = dict.fromkeys(["num_envs", "num_steps", "num_minibatches", "update_epochs"], (1, 1e15))
         ranges |= dict.fromkeys(["total_timesteps", "torch_threads", "checkpoint_interval"], (1, 1e15))
@@ -782,23 +780,29 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
     return envs, agent, optimizer
 
 
-def open_run(args, envs, device) -> tuple:
+def open_run(args, envs, agent) -> tuple:
     """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
     env_name = args.env_id.replace("/", "-").replace(":", "-")
     folder = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}")
     folder.mkdir(parents=True)
-    shutil.copy(__file__, folder)
+    (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
     eval_envs = None
     if args.eval_episodes:  # made now, so that a missing renderer is noticed before training
         films = folder / "videos" if args.capture_video else None
         eval_envs = make_envs(args, 1, derive_seed(args.seed, EVALUATION), films)
     writer = SummaryWriter(folder)
     writer.add_text("args", "\n".join(f"    {f.name}: {getattr(args, f.name)}" for f in fields(args)))
+    device = next(agent.parameters()).device
+    print(f"{args.env_id} by {type(envs.unwrapped).__name__}, learning on {device}; logs in {folder}")
+    megabytes = (
+        (args.batch_size + args.num_envs) * math.prod(agent.obs_shape) * agent.obs_dtype.itemsize / 1e6
+    )
     batch = f"{args.num_envs} envs x {args.num_steps} steps = {args.batch_size:,} rows per iteration"
     learning = f"{args.update_epochs} epochs x {args.num_minibatches} minibatches of {args.minibatch_size:,}"
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
-    print(f"{args.env_id} by {type(envs.unwrapped).__name__}, learning on {device}; logs in {folder}")
-    print(f"{batch}; {learning}{processes}; {args.num_iterations:,} iterations", end="; ")
+    print(
+        f"{batch} ({megabytes:,.1f} MB); {learning}{processes}; {args.num_iterations:,} iterations", end="; "
+    )
     print(f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}", flush=True)
     return folder, writer, eval_envs
 
@@ -832,7 +836,7 @@ def train(args) -> dict:
     envs, agent, optimizer = build(args, rank, device, saved, iterations_done)
     uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
     loss_fn = torch.compile(ppo_loss, dynamic=uneven) if args.compile else ppo_loss
-    folder, writer, eval_envs = open_run(args, envs, device) if rank == 0 else (None, None, None)
+    folder, writer, eval_envs = open_run(args, envs, agent) if rank == 0 else (None, None, None)
     if rank == 0 and saved:
         print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
     bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
@@ -887,10 +891,10 @@ def train(args) -> dict:
             resource.close()
     if dist.is_initialized() and device.type == "cuda":
         dist.destroy_process_group()  # nccl warns without it; with gloo, a process was once seen to abort
-    result = {"checkpoint": checkpoint, "eval_returns": eval_returns, "signal": signal_number, "sps": sps}
     returns = progress["recent_returns"]
-    result["episodic_return"] = float(np.mean(returns)) if returns else None
-    return result | {"global_step": progress["global_step"]}
+    result = {"episodic_return": float(np.mean(returns)) if returns else None, "sps": sps}
+    result |= {"global_step": progress["global_step"], "checkpoint": checkpoint}
+    return result | {"eval_returns": eval_returns, "signal": signal_number}
 
 
 # ---- 11. Command line ----
