@@ -298,7 +298,7 @@ def make_games(args, game, num_envs, **picture):
 
 
 def adapt(env, args, film):
-    """The environment, with frames as those of the games: gray, 84 x 84, stacked. `film` says where to film it.
+    """The environment with frames like those of the games: gray, 84 x 84, stacked. `film`: where to film it.
 
     Raises BadInput unless it shows RGB frames.
     """
