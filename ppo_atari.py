@@ -194,8 +194,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.lives = infos.get("lives", np.zeros(self.num_envs, int))
         self.life_lost, self.fillers = np.zeros((2, self.num_envs), bool)
-        self.returns, self.starts = np.zeros((2, self.num_envs))
-        self.steps = 0  # taken so far, and in `starts` those before the current games
+        self.returns, self.earlier = np.zeros((2, self.num_envs))
+        self.steps = 0  # taken so far, and in `earlier` those before the current games
         self.ended = []
         return self.obs, infos
 
@@ -214,8 +214,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.lives, self.life_lost = lives, life_lost & ~over
         self.fillers = over if self.fire is None else over | self.life_lost
         if over.any():
-            self.ended.append(np.stack([self.returns, self.steps - self.starts], axis=1)[over])
-            self.returns[over], self.starts[over] = 0, self.steps + 1
+            self.ended.append(np.stack([self.returns, self.steps - self.earlier], axis=1)[over])
+            self.returns[over], self.earlier[over] = 0, self.steps + 1
         return self.obs, rewards, terminations, truncations, infos
 
     def pop_episodes(self) -> np.ndarray:
@@ -275,7 +275,8 @@ def make_games(args, game, num_envs, **picture):
     if not picture:
         # [D18] WarpFrame: 84 x 84 pixels, gray.
         picture = {"img_height": 84, "img_width": 84, "grayscale": True}
-        # [D20] FrameStack: one frame does not show what moves; the last four do.
+        # [D20] FrameStack: the last frames in one observation; 4, since one does not show what moves, or 1
+        # where an LSTM remembers.
         picture["stack_num"] = 4
     return ale_py.AtariVectorEnv(
         game,

@@ -8,9 +8,9 @@
 A row is one step of one environment, four frames of a game. Fillers are rows whose action is not the agent's:
 an environment only resets, because vector environments take a step of their own for that, or FIRE is pressed
 after a lost life. They have valid = 0 and no weight; all others are real rows.
-Letters: T steps per rollout (num_steps), N environments (num_envs), n of them in a minibatch, B = T * N rows of
-a batch, M = T * n rows of a minibatch, C frames of an observation, L numbers from the LSTM, I iterations.
-Sections 5 to 8 follow one iteration.
+Letters: T steps per rollout (num_steps), N environments (num_envs), n of them in a minibatch, B = T * N rows
+of a batch, M = T * n rows of a minibatch, C = 1 frame of an observation, L = 128 numbers from the LSTM, I
+iterations. Sections 5 to 8 follow one iteration.
 
 Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
 2022, "The 37 Implementation Details of Proximal Policy Optimization", which numbers the tags [D01] to [D37];
@@ -71,7 +71,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags, with the values of openai/baselines for Atari as defaults, whatever N."""
+    """Flags, with the values of openai/baselines for Atari as defaults."""
 
     env_id: str = "Pong"
     """a game (Pong, ALE/Pong-v5, PongNoFrameskip-v4), or any gymnasium id whose observations are frames"""
@@ -126,7 +126,7 @@ class Args:
     cuda: bool = True
     """use the GPU if there is one; with small networks and few environments the CPU may be faster"""
     torch_deterministic: bool = True
-    """have cuDNN, which computes convolutions on a GPU, use reproducible algorithms only"""
+    """have cuDNN, which computes convolutions and the LSTM on a GPU, use reproducible algorithms only"""
     torch_threads: int | None = None
     """CPU threads of PyTorch; default one per core"""
     compile: bool = False
@@ -175,7 +175,7 @@ class Args:
 
     world_size = property(lambda self: int(os.environ.get("WORLD_SIZE", "1")))  # processes, as torchrun says
     batch_size = property(lambda self: self.num_envs * self.num_steps)  # B, rows of a rollout, per process
-    minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)  # M, in some parts M + 1
+    minibatch_size = property(lambda self: self.batch_size // self.num_minibatches)  # M
     rows_per_iteration = property(lambda self: self.batch_size * self.world_size)
     num_iterations = property(lambda self: self.total_timesteps // self.rows_per_iteration)  # I
 
@@ -187,7 +187,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     obs: (N, ...) raw observations, which the coming actions answer
     fillers: (N,) bool, rows of the coming step that are fillers: after the end of a game, the step ignores
     its action and returns the first observation of a new game, with reward 0; after a lost life, it is FIRE
-    starts: (N,) bool, rows of the coming step that begin an episode: the first after an end that is no filler
+    starts: (N,) bool, rows of the coming step that begin an episode: its first that is no filler
     """
 
     def __init__(self, envs):
@@ -221,9 +221,9 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         life_lost = (lives < self.lives) & (lives > 0)
         terminations |= life_lost
         self.lives, self.life_lost = lives, life_lost & ~over
-        was_filler = self.fillers  # at whose end an episode begins, unless one more follows
-        self.fillers = over if self.fire is None else over | self.life_lost
-        self.starts = (was_filler | terminations | truncations) & ~self.fillers
+        were_fillers, self.fillers = self.fillers, over if self.fire is None else over | self.life_lost
+        # An episode begins after its fillers, or at once after a lost life where there is no FIRE.
+        self.starts = (were_fillers | life_lost) & ~self.fillers
         if over.any():
             self.ended.append(np.stack([self.returns, self.steps - self.earlier], axis=1)[over])
             self.returns[over], self.earlier[over] = 0, self.steps + 1
@@ -286,7 +286,8 @@ def make_games(args, game, num_envs, **picture):
     if not picture:
         # [D18] WarpFrame: 84 x 84 pixels, gray.
         picture = {"img_height": 84, "img_width": 84, "grayscale": True}
-        # [D20] FrameStack: one frame does not show what moves; the last four do.
+        # [D20] FrameStack: the last frames in one observation; 4, since one does not show what moves, or 1
+        # where an LSTM remembers.
         picture["stack_num"] = 1
     return ale_py.AtariVectorEnv(
         game,
@@ -414,9 +415,10 @@ class Agent(nn.Module):
         layers = [part for each in convolutions for part in (layer_init(each), nn.ReLU())]
         self.trunk = nn.Sequential(*layers, nn.Flatten(), layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU())
         self.lstm = nn.LSTM(512, 128)
-        # [D32] Layer initialization for LSTM: weights orthogonal with gain 1, biases 0.
-        for name, parameter in self.lstm.named_parameters():
-            (nn.init.orthogonal_ if "weight" in name else nn.init.zeros_)(parameter)
+        # [D32] Layer initialization for LSTM: weights orthogonal with gain 1, those of all gates as one
+        # matrix; biases 0.
+        for parameter in self.lstm.parameters():
+            nn.init.orthogonal_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
         self.critic = layer_init(nn.Linear(128, 1), std=1.0)
         self.actor = layer_init(nn.Linear(128, space["n"]), std=0.01)
 
@@ -435,17 +437,17 @@ class Agent(nn.Module):
         # [D33] Initialize LSTM states to zeros: nothing has been seen yet.
         return torch.zeros(2, n, self.lstm.hidden_size, device=self.critic.weight.device)
 
-    @torch.compiler.disable  # the number of stretches differs from minibatch to minibatch
+    @torch.compiler.disable  # each number of stretches would be compiled anew
     def remember(self, hidden, state, starts) -> tuple[Tensor, Tensor]:
         """T steps of the LSTM: (T, n, 512), (2, n, L), (T, n) -> outputs (T, n, L) and the next state.
 
-        Between two rows with starts, one call takes all steps.
+        One call takes a stretch of rows, which ends where any of the n sequences starts an episode.
         """
-        first = [0, *(starts[1:].sum(1).nonzero().flatten() + 1).tolist()]  # rows of all stretches
-        lengths, outputs = np.diff([*first, len(starts)]).tolist(), []
-        for stretch, start in zip(hidden.split(lengths), starts[first], strict=True):
-            # [D34] Reset LSTM states at episode end: before the first row of the next episode and not before
-            # a filler, which shows the end of the last one and is valued as such where that was cut off.
+        cuts = (starts[1:].any(1).nonzero().flatten() + 1).tolist()
+        outputs = []
+        for stretch, start in zip(hidden.tensor_split(cuts), starts[[0, *cuts]], strict=True):
+            # [D34] Reset LSTM states at episode end: at the first row of the next episode, not at a filler
+            # before it. That still shows the end of the last one, whose value counts after a time limit.
             state = state * (1 - start).unsqueeze(-1)
             output, state = self.lstm(stretch, tuple(state[:, None]))
             state = torch.cat(state)
@@ -475,6 +477,7 @@ class Agent(nn.Module):
 
     def act(self, obs, state, starts, deterministic=False) -> tuple[Tensor, Tensor]:
         """(n, C, 84, 84), (2, n, L), (n,) -> actions (n,), sampled or the most likely; the next state."""
+        starts = torch.as_tensor(starts, dtype=torch.float32, device=obs.device)
         outputs, state = self.remember(self.hidden(obs)[None], state, starts[None])
         logits = self.actor(outputs[0])  # (n, actions)
         if not deterministic:
@@ -488,7 +491,8 @@ class Agent(nn.Module):
 
     def evaluate_actions(self, batch) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of batch.actions, entropies and values, each in the shape of batch.valid."""
-        # [D36] Reconstruct LSTM states during training: from the one before the rollout, with today's weights.
+        # [D36] Reconstruct LSTM states during training: by the current weights, from the state before the
+        # rollout, which stays as earlier weights left it.
         outputs, _ = self.remember(self.hidden(batch.obs), batch.state, batch.starts)  # (T, n, L)
         all_logprobs = self.actor(outputs).log_softmax(-1)  # (..., actions)
         logprobs = all_logprobs.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
@@ -498,7 +502,7 @@ class Agent(nn.Module):
 
 # ---- 5. Experience: rollout() ----
 class Rollout(NamedTuple):
-    """What T steps in N environments gave; as a minibatch, n environments and what the loss reads of them."""
+    """What T steps in N environments gave; as a minibatch, n environments and of them what the loss reads."""
 
     obs: Tensor  # (T, N, *obs_shape) normalized
     actions: Tensor  # (T, N, *action_shape) as sampled
@@ -509,7 +513,6 @@ class Rollout(NamedTuple):
     terminations: Tensor | None = None  # (T, N) float32, 1 where an episode ended by the rules of its task
     dones: Tensor | None = None  # (T, N) float32, 1 where it ended by them or by a time limit
     next_obs: Tensor | None = None  # (N, *obs_shape) normalized, what the last step led to
-    next_starts: Tensor | None = None  # (N,) float32, of that row
     next_state: Tensor | None = None  # (2, N, L) of the LSTM, before that row
     logprobs: Tensor | None = None  # (T, N) float32, of the policy that acted
     values: Tensor | None = None  # (T, N) float32, before learning from this rollout
@@ -524,7 +527,7 @@ def rollout(agent, envs, args, state) -> Rollout:
     actions = torch.zeros((T, N, *agent.action_shape), dtype=agent.action_dtype, device=device)
     columns = np.zeros((5, T, N), np.float32)
     rewards, terminations, dones, valid, starts = columns
-    next_state = state
+    first_state = state
     with torch.inference_mode():
         # [D01] Vectorized architecture: N environments take T steps each, from where the last rollout
         # stopped; long episodes are learned from piece by piece.
@@ -532,16 +535,14 @@ def rollout(agent, envs, args, state) -> Rollout:
             valid[t] = ~envs.fillers
             obs[t] = agent.observe(envs.obs, valid[t])
             starts[t] = envs.starts
-            start = torch.as_tensor(starts[t], device=device)
-            actions[t], next_state = agent.act(obs[t], next_state, start)
+            actions[t], state = agent.act(obs[t], state, envs.starts)
             _, raw_rewards, terminations[t], truncations, _ = envs.step(agent.env_actions(actions[t]))
             dones[t] = np.maximum(terminations[t], truncations)
             rewards[t] = agent.scale_rewards(raw_rewards, dones[t], valid[t])
         obs[T] = agent.normalize(envs.obs)
     rewards, terminations, dones, valid, starts = torch.as_tensor(columns, device=device)
-    next_starts = torch.as_tensor(envs.starts, dtype=torch.float32, device=device)
-    following = {"next_obs": obs[T], "next_starts": next_starts, "next_state": next_state}
-    return Rollout(obs[:T], actions, valid, starts, state, rewards, terminations, dones, **following)
+    known = {"rewards": rewards, "terminations": terminations, "dones": dones}
+    return Rollout(obs[:T], actions, valid, starts, first_state, **known, next_obs=obs[T], next_state=state)
 
 
 # ---- 6. Advantages: gae(), evaluate_rollout() ----
@@ -569,7 +570,8 @@ def evaluate_rollout(agent, batch, args) -> Rollout:
     One pass over all rows, not T small ones: acting needs only the action, and the policy is still the same.
     """
     logprobs, _, values = agent.evaluate_actions(batch)  # (T, N)
-    next_values = agent.get_value(batch.next_obs, batch.next_state, batch.next_starts)
+    no_starts = torch.zeros_like(batch.starts[0])  # the value of a next episode would not be used
+    next_values = agent.get_value(batch.next_obs, batch.next_state, no_starts)
     values = torch.cat([values, next_values[None]])  # (T+1, N)
     ends = batch.terminations if args.bootstrap_truncation else batch.dones
     advantages, returns = gae(batch.rewards, values, ends, batch.dones, args.gamma, args.gae_lambda)
@@ -627,8 +629,8 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
     """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
     device, parameters = batch.valid.device, list(agent.parameters())
-    unread = ["rewards", "terminations", "dones", "next_obs", "next_starts", "next_state"]  # by the loss
-    columns = batch._replace(**dict.fromkeys(unread))  # their second index is that of the environment
+    unread = dict.fromkeys(["rewards", "terminations", "dones", "next_obs", "next_state"])  # by the loss
+    columns = batch._replace(**unread)  # in each, the second index is that of the environment
     clip_coef, debugs, steps = torch.tensor(clip_coef, device=device), [], 0
     # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
     # [D35] Sequential rollouts in mini-batches: all T rows of some environments, in their order.
@@ -669,8 +671,7 @@ def evaluate_policy(agent, envs, num_episodes, max_steps=100_000) -> list[float]
     """
     returns, state = [], agent.initial_state(1)
     for _ in range(max_steps * num_episodes):
-        starts = torch.as_tensor(envs.starts, dtype=torch.float32, device=state.device)
-        actions, state = agent.act(agent.normalize(envs.obs), state, starts, deterministic=True)
+        actions, state = agent.act(agent.normalize(envs.obs), state, envs.starts, deterministic=True)
         envs.step(agent.env_actions(actions))
         returns += envs.pop_episodes()[:, 0].tolist()
         if len(returns) == num_episodes:
@@ -703,7 +704,10 @@ def load_checkpoint(path) -> dict:
 
 
 def load_agent(path) -> Agent:
-    """The agent of a checkpoint, ready for agent.act(agent.normalize(raw_obs), state, starts, True)."""
+    """The agent of a checkpoint, ready for agent.act(agent.normalize(raw_obs), state, starts, True).
+
+    At first, state is agent.initial_state(n); starts (n,) are 1 where an episode begins.
+    """
     checkpoint = load_checkpoint(path)
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
     values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]

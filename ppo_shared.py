@@ -190,8 +190,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     def reset(self, *, seed=None, options=None):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.fillers = np.zeros(self.num_envs, bool)
-        self.returns, self.starts = np.zeros((2, self.num_envs))
-        self.steps = 0  # taken so far, and in `starts` those before the current episodes
+        self.returns, self.earlier = np.zeros((2, self.num_envs))
+        self.steps = 0  # taken so far, and in `earlier` those before the current episodes
         self.ended = []
         return self.obs, infos
 
@@ -201,8 +201,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.steps += 1
         self.fillers = terminations | truncations
         if self.fillers.any():
-            self.ended.append(np.stack([self.returns, self.steps - self.starts], axis=1)[self.fillers])
-            self.returns[self.fillers], self.starts[self.fillers] = 0, self.steps + 1
+            self.ended.append(np.stack([self.returns, self.steps - self.earlier], axis=1)[self.fillers])
+            self.returns[self.fillers], self.earlier[self.fillers] = 0, self.steps + 1
         return self.obs, rewards, terminations, truncations, infos
 
     def pop_episodes(self) -> np.ndarray:

@@ -5,6 +5,7 @@
 
 Same work: same environment, number of environments, steps per rollout, epochs, minibatch size, networks. Each
 measurement is a process of its own; contestants take turns, and the table shows medians over the repetitions.
+With an LSTM, sb3-contrib's RecurrentPPO is the opponent.
 Making the environments does not count, the first iteration does.
 """
 
@@ -21,20 +22,21 @@ from typing import Literal
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-# script, flags that differ from its defaults, iterations to measure, whether stable-baselines3 takes part
+BREAKOUT = {"env_id": "BreakoutNoFrameskip-v4"}
+# script, flags that differ from its defaults, iterations to measure, who else takes part
 WORKS = {
-    "cartpole": ("ppo", {}, 200, True),
-    "cartpole-4096": ("ppo", {"num_envs": 4096}, 12, False),
-    "halfcheetah": ("ppo_continuous_action", {}, 8, True),
-    "halfcheetah-4096": ("ppo_continuous_action", {"num_envs": 4096}, 5, False),
+    "cartpole": ("ppo", {}, 200, "stable-baselines3"),
+    "cartpole-4096": ("ppo", {"num_envs": 4096}, 12, None),
+    "halfcheetah": ("ppo_continuous_action", {}, 8, "stable-baselines3"),
+    "halfcheetah-4096": ("ppo_continuous_action", {"num_envs": 4096}, 5, None),
+    "breakout": ("ppo_atari", BREAKOUT, 5, "stable-baselines3"),
+    "breakout-lstm": ("ppo_atari_lstm", BREAKOUT, 3, "sb3-contrib"),
 }
 
 
 @dataclass
 class Args:
-    works: list[Literal["cartpole", "cartpole-4096", "halfcheetah", "halfcheetah-4096"]] = field(
-        default_factory=lambda: list(WORKS)
-    )
+    works: list[Literal[*WORKS]] = field(default_factory=lambda: list(WORKS))
     """what to measure"""
     repetitions: int = 3
     """turns of each contestant"""
@@ -58,21 +60,37 @@ def measure_script(script, flags, iterations, threads, compiled):
     return script.train(make_args(script, flags, iterations, compile=compiled, **changes))["sps"]
 
 
+def make_sb3_envs(args):
+    """Environments as stable-baselines3 makes, wraps and normalizes them itself."""
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+
+    if args.env_id.endswith("NoFrameskip-v4"):
+        envs = make_atari_env(args.env_id, n_envs=args.num_envs, seed=args.seed)
+        return envs if args.exp_name == "ppo_atari_lstm" else VecFrameStack(envs, 4)
+    envs = make_vec_env(args.env_id, n_envs=args.num_envs, seed=args.seed)
+    return VecNormalize(envs, gamma=args.gamma) if hasattr(args, "norm_obs") else envs
+
+
 def measure_sb3(script, flags, iterations, threads):
-    """stable-baselines3's PPO with its own way of making environments and normalizing."""
+    """PPO of stable-baselines3, or RecurrentPPO of sb3-contrib with the LSTM that our script has."""
     import torch
+    from sb3_contrib import RecurrentPPO
     from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
 
     if threads:
         torch.set_num_threads(threads)
     args = make_args(script, flags, iterations)
-    envs = make_vec_env(args.env_id, n_envs=args.num_envs, seed=args.seed)
-    envs = VecNormalize(envs, gamma=args.gamma) if hasattr(args, "norm_obs") else envs
-    model = PPO(
-        "MlpPolicy",
-        envs,
+    algorithm, policy, network = PPO, "MlpPolicy", {}
+    if args.exp_name == "ppo_atari":
+        policy = "CnnPolicy"
+    if args.exp_name == "ppo_atari_lstm":
+        algorithm, policy = RecurrentPPO, "CnnLstmPolicy"
+        network = {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False}
+    model = algorithm(
+        policy,
+        make_sb3_envs(args),
+        policy_kwargs=network,
         n_steps=args.num_steps,
         batch_size=args.minibatch_size,
         n_epochs=args.update_epochs,
@@ -135,10 +153,10 @@ def measure(work, who, threads, iterations) -> dict:
 
 def compare(work, args) -> list[tuple]:
     """Rows of the table for one work, from measurements in turns."""
-    script_name, _, _, with_sb3 = WORKS[work]
+    script_name, _, _, rival = WORKS[work]
     contestants = [("environments", None), ("script", 1), ("script", None)]
     contestants += [("compiled", 1)] if args.compile else []
-    contestants += [("sb3", 1), ("sb3", None)] if with_sb3 else []
+    contestants += [("sb3", 1), ("sb3", None)] if rival else []
     results = {contestant: [] for contestant in contestants}
     for _ in range(args.repetitions):
         for contestant in contestants:
@@ -146,7 +164,7 @@ def compare(work, args) -> list[tuple]:
             results[contestant].append(result)
             print(f"{work}, {contestant}: {result['sps']:,.0f} steps/s", file=sys.stderr, flush=True)
     ours = f"{script_name}.py"
-    names = {"script": ours, "compiled": f"{ours} --compile", "sb3": "stable-baselines3"}
+    names = {"script": ours, "compiled": f"{ours} --compile", "sb3": rival}
     sps = {c: statistics.median(result["sps"] for result in results[c]) for c in contestants}
     rows = []
     for who, threads in contestants:

@@ -11,21 +11,57 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ["ppo", "ppo_shared", "ppo_continuous_action"]
+VECTOR = ["ppo", "ppo_shared", "ppo_continuous_action"]  # by what they observe
+IMAGE = ["ppo_atari", "ppo_atari_lstm"]
+SCRIPTS = VECTOR + IMAGE
 
 
 def continuous(script) -> bool:
     return hasattr(script, "RunningMoments")
 
 
+def images(script) -> bool:
+    return hasattr(script, "ColorTwin")
+
+
+def recurrent(script) -> bool:
+    return "state" in script.Rollout._fields
+
+
 def probe(script, name) -> str:
-    """Id of a probe environment with the kind of actions that the script takes."""
-    return f"probe_envs:{name}{'Box' if continuous(script) else ''}-v0"
+    """Id of a probe environment with the actions and observations that the script takes."""
+    return f"probe_envs:{name}{'Box' if continuous(script) else 'Image' if images(script) else ''}-v0"
+
+
+def real(script) -> dict[str, str]:
+    """env_id and env_kwargs of an environment that users of the script have, with episodes of at most 500 steps."""
+    if images(script):
+        return {"env_id": "Pong", "env_kwargs": '{"max_num_frames_per_episode": 400}'}
+    return {"env_id": "Pendulum-v1" if continuous(script) else "CartPole-v1"}
+
+
+def vectors(script, obs, size):
+    """The numbers that a probe shows, (..., size): read from the stripes of its last frame, or observed as such."""
+    if not images(script):
+        return obs
+    width = 84 // size
+    return obs[..., -1, 42, width // 2 : size * width : width] / 127.5 - 1
+
+
+def frames(script, obs):
+    """(n, D) numbers as the script observes them in a probe."""
+    if not images(script):
+        return obs
+    levels = np.round((np.asarray(obs) + 1) * 127.5).astype(np.uint8)
+    stripes = np.repeat(levels, 84 // levels.shape[1], axis=1)  # (n, 84)
+    shape = (len(stripes), 1 if recurrent(script) else 4, 84, 84)
+    return np.broadcast_to(stripes[:, None, None], shape).copy()
 
 
 def make_args(script, env="Const", **changes):
-    """Small and quick: 10 iterations of 4 probe environments, 12 steps, 2 epochs of 3 minibatches, no normalizers."""
-    small = {"env_id": probe(script, env), "num_envs": 4, "num_steps": 12, "num_minibatches": 3}
+    """Small and quick: 10 iterations of 4 probe environments, 12 steps, 2 epochs of few minibatches, no normalizers."""
+    small = {"env_id": probe(script, env), "num_envs": 4, "num_steps": 12}
+    small |= {"num_minibatches": 4 if recurrent(script) else 3, "clip_coef": 0.2}
     small |= {"update_epochs": 2, "learning_rate": 1e-3}
     small |= {"norm_obs": False, "norm_reward": False} if continuous(script) else {}
     small |= changes
@@ -38,10 +74,46 @@ def build(script, env="Const", **changes):
     return args, *script.build(args, 0, torch.device("cpu"), None, 0)
 
 
+def rollout(script, agent, envs, args, last=None):
+    """One rollout, after the rollout `last` if there is one."""
+    if not recurrent(script):
+        return script.rollout(agent, envs, args)
+    state = agent.initial_state(envs.num_envs) if last is None else last.next_state
+    return script.rollout(agent, envs, args, state)
+
+
+def act(script, agent, obs, deterministic=False):
+    """Actions for normalized observations of which each is the first of its episode."""
+    if not recurrent(script):
+        return agent.act(obs, deterministic)
+    return agent.act(obs, agent.initial_state(len(obs)), torch.ones(len(obs)), deterministic)[0]
+
+
+def value(script, agent, obs):
+    """Values of normalized observations of which each is the first of its episode."""
+    if not recurrent(script):
+        return agent.get_value(obs)
+    return agent.get_value(obs, agent.initial_state(len(obs)), torch.ones(len(obs)))
+
+
+def value_of_next(script, agent, batch):
+    """Values of what the last step of a rollout led to."""
+    state = (batch.next_state, torch.zeros(batch.valid.shape[1])) if recurrent(script) else ()
+    return agent.get_value(batch.next_obs, *state).detach()
+
+
+def make_batch(script, **columns):
+    """A Rollout of these columns, the rest None; with `obs` alone, each row is the first of its episode."""
+    if recurrent(script) and "obs" in columns:
+        T, n = columns["obs"].shape[:2]
+        columns = {"starts": torch.ones(T, n), "state": torch.zeros(2, n, 128)} | columns
+    return script.Rollout(**(dict.fromkeys(script.Rollout._fields) | columns))
+
+
 def recorded(script, env="Const", **changes):
     """args, agent, optimizer, and one rollout with advantages."""
     args, envs, agent, optimizer = build(script, env, **changes)
-    batch = script.evaluate_rollout(agent, script.rollout(agent, envs, args), args)
+    batch = script.evaluate_rollout(agent, rollout(script, agent, envs, args), args)
     envs.close()
     return args, agent, optimizer, batch
 
@@ -66,9 +138,8 @@ def loss_of(
     n = len(new)
     zeros, tensor = [0.0] * n, lambda x: torch.tensor(zeros if x is None else x, dtype=torch.float64)
     agent = FakeAgent(new, [0.5] * n, zeros if values is None else values)
-    batch = script.Rollout(
-        obs=None,
-        actions=None,
+    batch = make_batch(
+        script,
         valid=torch.ones(n, dtype=torch.float64) if valid is None else tensor(valid),
         logprobs=tensor(old),
         values=tensor(old_values),
@@ -108,17 +179,17 @@ def run(script_path, *flags, launcher=(), timeout=120, **changes) -> subprocess.
 
 def small_flags(script, env="Const", iterations=5) -> list[str]:
     """make_args() as typed on a command line."""
-    name = script if isinstance(script, str) else script.__name__
-    suffix = "Box" if "continuous" in name else ""
-    flags = ["--env-id", f"probe_envs:{env}{suffix}-v0", "--num-envs", "4", "--num-steps", "9"]
+    minibatches = "4" if recurrent(script) else "3"
     return [
-        *flags,
-        "--num-minibatches",
-        "3",
-        "--update-epochs",
-        "2",
-        "--total-timesteps",
-        str(36 * iterations),
+        *("--env-id", probe(script, env), "--num-envs", "4", "--num-steps", "9"),
+        *(
+            "--num-minibatches",
+            minibatches,
+            "--update-epochs",
+            "2",
+            "--total-timesteps",
+            str(36 * iterations),
+        ),
     ]
 
 

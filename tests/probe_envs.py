@@ -132,6 +132,56 @@ class Contextual(Probe):
         return float(agrees), True, False
 
 
+class Leak(Probe):
+    """Only the last observation of an episode shows a bit; the first action of the next is paid for agreeing with it.
+
+    The bit is no part of the next episode, so 0.5 per episode is all that can be had; more betrays a leak.
+    """
+
+    bit = 0
+
+    def __init__(self, actions="two"):
+        super().__init__(actions)
+        self.observation_space = box(0, 1, (2,))
+
+    def observation(self):
+        shown = np.zeros(2, np.float32)
+        if self.t == 4:
+            self.bit = int(self.np_random.integers(2))
+            shown[self.bit] = 1
+        return shown
+
+    def outcome(self, action):
+        return float(self.t == 1 and action == self.bit), self.t == 4, False
+
+
+class Recall(Leak):
+    """The first observation shows a bit; the action of the last step, 3 steps later, is paid for agreeing with it."""
+
+    def observation(self):
+        shown = np.zeros(2, np.float32)
+        if self.t == 0:
+            self.bit = int(self.np_random.integers(2))
+            shown[self.bit] = 1
+        return shown
+
+    def outcome(self, action):
+        return float(self.t == 4 and action == self.bit), self.t == 4, False
+
+
+class Stripes(gym.ObservationWrapper):
+    """Shows numbers in [-1, 1] as stripes of a frame, from black to white."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.observation_space = spaces.Box(0, 255, (84, 84, 3), np.uint8)
+
+    def observation(self, observation):
+        levels = np.round((observation + 1) * 127.5).astype(np.uint8)
+        stripes = np.repeat(levels, 84 // len(levels))
+        return np.broadcast_to(stripes[None, :, None], (84, 84, 3)).copy()
+
+
 class AnyObservation(Probe):
     """Samples of the observation space."""
 
@@ -143,15 +193,17 @@ def register(name, cls, limit=None, **kwargs):
     gym.register(f"{name}-v0", cls, max_episode_steps=limit, kwargs=kwargs)
 
 
-for suffix, actions in (("", "two"), ("Box", "box")):
-    register(f"Const{suffix}", Probe, limit=8, actions=actions)
-    register(f"Endless{suffix}", Probe, actions=actions)
-    register(f"Both{suffix}", Both, actions=actions)
-    register(f"Clock{suffix}", Clock, actions=actions)
-    register(f"Noise{suffix}", Noise, actions=actions)
-    register(f"Score{suffix}", Score, actions=actions)
-    register(f"BrokenReward{suffix}", BrokenReward, actions=actions)
-    register(f"Contextual{suffix}", Contextual, actions=actions)
+def as_image(cls):
+    return lambda **kwargs: Stripes(cls(**kwargs))
+
+
+KINDS = [("", "two", lambda cls: cls), ("Box", "box", lambda cls: cls), ("Image", "two", as_image)]
+PROBES = {"Endless": Probe, "Both": Both, "Clock": Clock, "Noise": Noise, "Score": Score}
+PROBES |= {"BrokenReward": BrokenReward, "Contextual": Contextual, "Leak": Leak, "Recall": Recall}
+for suffix, actions, form in KINDS:
+    register(f"Const{suffix}", form(Probe), limit=8, actions=actions)
+    for name, cls in PROBES.items():
+        register(f"{name}{suffix}", form(cls), actions=actions)
     for kind in OBSERVATIONS:
         register(f"Observe_{kind}{suffix}", AnyObservation, limit=8, actions=actions, observations=kind)
 for kind in ACTIONS:

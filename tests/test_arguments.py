@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from helpers import continuous, make_args, run
+from helpers import VECTOR, continuous, make_args, run
 
 BAD = [
     ({"num_envs": 0}, "--num-envs"),
@@ -28,8 +28,8 @@ BAD = [
     ({"vf_coef": float("nan")}, "--vf-coef"),
     ({"seed": -1}, "--seed"),
     ({"eval_episodes": -1}, "--eval-episodes"),
-    ({"num_envs": 4, "num_steps": 12, "num_minibatches": 25}, "--num-minibatches 25"),
-    ({"num_envs": 4, "num_steps": 12, "num_minibatches": 3, "total_timesteps": 47}, "--total-timesteps 47"),
+    ({"num_envs": 4, "num_steps": 1, "num_minibatches": 4}, "--num-minibatches 4 leaves less than 2 rows"),
+    ({"num_envs": 4, "num_steps": 12, "num_minibatches": 4, "total_timesteps": 47}, "--total-timesteps 47"),
     ({"resume": "no/such/checkpoint.pt"}, "--resume no/such/checkpoint.pt"),
 ]
 
@@ -75,7 +75,7 @@ def test_help_states_each_flag(script):
     for name in vars(script.Args()):
         if name != "given":
             assert f"--{name.replace('_', '-')}" in done.stdout, name
-    assert "g = N /" in done.stdout
+    assert ("g = N /" in done.stdout) == (script.__name__ in VECTOR)
 
 
 @pytest.mark.scripts("ppo", "ppo_shared")
@@ -103,15 +103,47 @@ def test_defaults_of_mujoco(script):
     assert (args.norm_obs, args.norm_reward, args.normalizer_samples) == (True, True, None)
 
 
+@pytest.mark.scripts("ppo_atari", "ppo_atari_lstm")
+def test_defaults_of_atari(script):
+    """ppo2's values."""
+    args = script.Args()
+    assert (args.num_envs, args.num_steps, args.num_minibatches, args.update_epochs) == (8, 128, 4, 4)
+    assert (args.learning_rate, args.total_timesteps, args.clip_coef) == (2.5e-4, 10_000_000, 0.1)
+    assert (args.ent_coef, args.vf_coef, args.max_grad_norm, args.gamma) == (0.01, 0.5, 0.5, 0.99)
+    assert args.repeat_action_probability == 0
+
+
+@pytest.mark.scripts("ppo_atari_lstm")
+def test_minibatches_of_whole_sequences(script):
+    """The default is the largest divisor of N up to 4; what is typed and does not divide N is refused."""
+    assert [script.Args(num_envs=n).num_minibatches for n in (1, 2, 3, 4, 5, 6, 8, 9)] == [
+        1,
+        2,
+        3,
+        4,
+        1,
+        3,
+        4,
+        3,
+    ]
+    with pytest.raises(ValueError, match="--num-minibatches 4 does not divide --num-envs 6"):
+        script.Args(num_envs=6, num_minibatches=4)
+
+
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_derived_defaults_alone_are_never_refused(script, world_size, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    if script.__name__ not in VECTOR:
+        for num_envs in range(1, 300):
+            assert script.Args(num_envs=num_envs).num_iterations >= 1
+        return
     for num_envs in [*range(1, 300), 511, 1000, 1024, 2047, 2048, 2049, 4095, 4096, 10_000, 65_535, 65_536]:
         args = script.Args(num_envs=num_envs)
         assert args.num_iterations >= 5
         assert args.minibatch_size >= 16
 
 
+@pytest.mark.scripts(*VECTOR)
 def test_rates_and_sizes_grow_with_n(script):
     """Constant up to a point, then monotonic: a larger N never means a smaller batch or a smaller step."""
     sizes = [2**k for k in range(17)]
@@ -129,7 +161,7 @@ def test_rates_and_sizes_grow_with_n(script):
 def test_what_is_typed_is_never_adjusted(script):
     typed = {
         "num_steps": 7,
-        "num_minibatches": 5,
+        "num_minibatches": 8,
         "update_epochs": 3,
         "learning_rate": 0.5,
         "total_timesteps": 10**6,
@@ -139,6 +171,7 @@ def test_what_is_typed_is_never_adjusted(script):
     assert args.given == typed | {"num_envs": 4096}
 
 
+@pytest.mark.scripts(*VECTOR)
 def test_threads_follow_the_minibatch(script):
     assert script.Args(num_envs=4, num_steps=128, num_minibatches=4).torch_threads == 1
     large = script.Args(num_envs=4096, num_steps=16, num_minibatches=4, total_timesteps=10**7)
@@ -156,11 +189,10 @@ def test_the_plan_is_printed(script):
     args = make_args(script)
     done = run(
         script.__file__,
-        *("--env-id", args.env_id, "--num-envs", 4, "--num-steps", 12, "--num-minibatches", 3),
+        *("--env-id", args.env_id, "--num-envs", 4, "--num-steps", 12, "--num-minibatches", 4),
         *("--update-epochs", 2, "--total-timesteps", 100),
     )
-    assert (
-        "4 envs x 12 steps = 48 rows per iteration; 2 epochs x 3 minibatches of 16; 2 iterations"
-        in done.stdout
-    )
+    memory = {"ppo_atari": "1.5", "ppo_atari_lstm": "0.4"}.get(script.__name__, "0.0")
+    plan = f"4 envs x 12 steps = 48 rows per iteration ({memory} MB); 2 epochs x 4 minibatches of 12; 2 iterations"
+    assert plan in done.stdout
     assert "SyncVectorEnv" in done.stdout

@@ -8,7 +8,7 @@ from helpers import continuous, make_args, recorded
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
 
 
-@pytest.mark.scripts("ppo", "ppo_continuous_action")
+@pytest.mark.scripts("ppo", "ppo_continuous_action", "ppo_atari_lstm")
 def test_compiled_updates_agree_with_eager_ones(script, monkeypatch):
     """5 updates of the same rollout with the same permutations: losses within 1e-3, one compilation, ratio 1."""
     torch._dynamo.reset()

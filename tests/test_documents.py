@@ -5,10 +5,16 @@ import difflib
 import re
 
 import pytest
-from helpers import ROOT, SCRIPTS
+from helpers import IMAGE, ROOT, SCRIPTS, VECTOR, images
 
-CORE = [f"D{i:02d}" for i in range(1, 14)] + ["A1", "A2", "A3"]
-TAGS = {"ppo": CORE, "ppo_shared": CORE, "ppo_continuous_action": CORE + [f"D{i}" for i in range(23, 32)]}
+CORE = [f"D{i:02d}" for i in range(1, 13)] + ["A1", "A2", "A3"]
+TAGS = {
+    "ppo": [*CORE, "D13"],
+    "ppo_shared": [*CORE, "D13"],
+    "ppo_continuous_action": [*CORE, "D13", *(f"D{i}" for i in range(23, 32))],
+    "ppo_atari": CORE + [f"D{i}" for i in range(14, 23)],
+    "ppo_atari_lstm": CORE + [f"D{i}" for i in [*range(14, 23), *range(32, 37)]],
+}
 TITLES = {
     "D01": "Vectorized architecture",
     "D02": "Orthogonal initialization and constant biases",
@@ -23,6 +29,15 @@ TITLES = {
     "D11": "Global gradient clipping",
     "D12": "Debug variables",
     "D13": "Shared and separate MLP networks",
+    "D14": "NoopResetEnv",
+    "D15": "MaxAndSkipEnv",
+    "D16": "EpisodicLifeEnv",
+    "D17": "FireResetEnv",
+    "D18": "WarpFrame",
+    "D19": "ClipRewardEnv",
+    "D20": "FrameStack",
+    "D21": "Shared Nature-CNN",
+    "D22": "Scaling images to [0, 1]",
     "D23": "Continuous actions via normal distributions",
     "D24": "State-independent log standard deviation",
     "D25": "Independent action components",
@@ -32,6 +47,11 @@ TITLES = {
     "D29": "Observation clipping",
     "D30": "Reward scaling",
     "D31": "Reward clipping",
+    "D32": "Layer initialization for LSTM",
+    "D33": "Initialize LSTM states to zeros",
+    "D34": "Reset LSTM states at episode end",
+    "D35": "Sequential rollouts in mini-batches",
+    "D36": "Reconstruct LSTM states during training",
     "A1": "Clip range annealing",
     "A2": "Parallelized gradient update",
     "A3": "Early stopping of the policy optimizations",
@@ -40,31 +60,20 @@ SECTIONS = [
     *("Imports", "Arguments", "Environments", "Networks", "Experience", "Advantages", "Loss", "Learning"),
     *("What was learned", "Training", "Command line"),
 ]
-# Functions that are the same in all scripts, to the letter.
-COPIES = [
-    *(
-        "derive_seed",
-        "env_kwargs",
-        "layer_init",
-        "hidden_layers",
-        "Rollout",
-        "rollout",
-        "gae",
-        "evaluate_rollout",
+ALL, NOT_RECURRENT = SCRIPTS, [name for name in SCRIPTS if not name.endswith("lstm")]
+# Functions and classes that are the same in several scripts, to the letter.
+COPIES = {
+    **dict.fromkeys(
+        ["BadInput", "num_cores", "env_kwargs", "ignored_interrupts", "derive_seed", "layer_init"], ALL
     ),
-    *("ppo_loss", "update", "evaluate_policy", "on_cpu", "save_checkpoint", "load_checkpoint", "load_agent"),
-    *(
-        "start_process",
-        "gather",
-        "noted_signals",
-        "build",
-        "open_run",
-        "log_iteration",
-        "train",
-        "parse_args",
-    ),
-    *("EpisodeTracker", "BadInput", "num_cores", "ignored_interrupts"),
-]
+    **dict.fromkeys(["gae", "ppo_loss", "on_cpu", "save_checkpoint", "load_checkpoint"], ALL),
+    **dict.fromkeys(["start_process", "gather", "noted_signals", "build", "open_run", "log_iteration"], ALL),
+    "parse_args": ALL,
+    **dict.fromkeys(["Rollout", "rollout", "evaluate_rollout", "update", "evaluate_policy"], NOT_RECURRENT),
+    **dict.fromkeys(["load_agent", "train"], NOT_RECURRENT),
+    **dict.fromkeys(["EpisodeTracker", "hidden_layers"], VECTOR),
+    **dict.fromkeys(["ColorTwin", "make_vec", "make_envs"], IMAGE),
+}
 
 
 def source(script):
@@ -119,13 +128,12 @@ def parts(name) -> dict[str, str]:
 
 @pytest.mark.parametrize("copy", COPIES)
 def test_copies_are_equal(copy):
-    original = parts(SCRIPTS[0])[copy]
-    for name in SCRIPTS[1:]:
-        other = parts(name)[copy]
-        diff = "\n".join(
-            difflib.unified_diff(original.splitlines(), other.splitlines(), SCRIPTS[0], name, lineterm="")
-        )
-        assert not diff, f"{copy}() of {name}.py drifted from that of {SCRIPTS[0]}.py:\n{diff}"
+    first, *others = COPIES[copy]
+    original = parts(first)[copy].splitlines()
+    for name in others:
+        other = parts(name)[copy].splitlines()
+        diff = "\n".join(difflib.unified_diff(original, other, first, name, lineterm=""))
+        assert not diff, f"{copy}() of {name}.py drifted from that of {first}.py:\n{diff}"
 
 
 def test_functions_are_short(script):
@@ -151,11 +159,9 @@ def test_pins_of_the_script_block(script):
     tree = ast.parse(source(script))
     imports = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imports |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    third_party = imports & set(required)
-    indirect = {
-        "tensorboard",
-        "moviepy",
-    }  # imported by torch.utils.tensorboard and by gymnasium's RecordVideo
+    third_party = {name.replace("_", "-") for name in imports} & set(required)
+    # Imported by torch.utils.tensorboard, gymnasium's RecordVideo and gymnasium's ResizeObservation.
+    indirect = {"tensorboard", "moviepy"} | ({"opencv-python-headless"} if images(script) else set())
     assert set(declared) == third_party | indirect
 
 

@@ -3,48 +3,78 @@
 import numpy as np
 import pytest
 import torch
-from helpers import continuous, make_args
+from helpers import IMAGE, VECTOR, continuous, frames, images, make_args, value
 
 GAMMA, LAMBDA = 0.9, 0.95
+LSTM = "ppo_atari_lstm"
+# Where rows go through convolutions: fewer of them, and a discount that needs fewer.
+SMALL = {"gamma": 0.8, "num_envs": 4, "num_steps": 63, "update_epochs": 8, "learning_rate": 1e-3}
+SMALL |= {"anneal_lr": True, "total_timesteps": 4 * 63 * 10}
 
 
 def value_of(script, env, obs, **changes):
-    """The value of raw observations `obs` after 60,000 steps of learning."""
+    """The value of observations `obs` (n, D), each at the start of an episode, after learning."""
     flags = {"num_envs": 16, "num_steps": 64, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 3e-3}
     flags |= {"gamma": GAMMA, "gae_lambda": LAMBDA, "clip_vloss": False, "anneal_lr": False}
-    result = script.train(make_args(script, env, total_timesteps=60_000, **(flags | changes)))
+    flags["total_timesteps"] = 60_000
+    result = script.train(make_args(script, env, **(flags | changes)))
     agent = script.load_agent(result["checkpoint"])
     with torch.no_grad():
-        return agent.get_value(agent.normalize(obs)).numpy(), result
+        return value(script, agent, agent.normalize(frames(script, obs))).numpy(), result
 
 
 ONE = np.ones((1, 1))
 
 
+@pytest.mark.scripts(*VECTOR)
 def test_time_limits_bootstrap(script):
     """1 / (1 - 0.9): time limits do not exist for the value function. 9.67, 3.87 and 3.71 are known mistakes."""
-    value, _ = value_of(script, "Const", ONE)
-    assert value[0] == pytest.approx(10.0, rel=0.02)
+    values, _ = value_of(script, "Const", ONE)
+    assert values[0] == pytest.approx(10.0, rel=0.02)
 
 
+@pytest.mark.scripts(*VECTOR)
 def test_terminations_end_the_value(script):
     """All states look the same, so the value is the mean over an episode's 8 lambda-returns: 3.71."""
-    value, _ = value_of(script, "Both", ONE)
-    assert value[0] == pytest.approx(3.71, rel=0.02)
+    values, _ = value_of(script, "Both", ONE)
+    assert values[0] == pytest.approx(3.71, rel=0.02)
 
 
+@pytest.mark.scripts(*VECTOR)
 def test_time_limits_as_death(script):
     """--no-bootstrap-truncation: as baselines, a time limit is a termination."""
-    value, _ = value_of(script, "Const", ONE, bootstrap_truncation=False)
-    assert value[0] == pytest.approx(3.71, rel=0.02)
+    values, _ = value_of(script, "Const", ONE, bootstrap_truncation=False)
+    assert values[0] == pytest.approx(3.71, rel=0.02)
 
 
+@pytest.mark.scripts(*IMAGE)
+def test_values_of_images(script):
+    """1 / (1 - 0.8) without an end. With one after 8 steps, an LSTM knows them apart and values the first of them."""
+    values, _ = value_of(script, "Const", ONE, **SMALL)
+    assert values[0] == pytest.approx(5.0, rel=0.02)
+    values, _ = value_of(script, "Both", ONE, **SMALL)
+    memoryless = 2.967  # where the mean of the 8 lambda-returns is the value itself
+    assert values[0] == pytest.approx((1 - 0.8**8) / 0.2 if script.__name__ == LSTM else memoryless, rel=0.03)
+
+
+@pytest.mark.scripts(LSTM)
+@pytest.mark.slow
+@pytest.mark.parametrize(("env", "low", "high"), [("Recall", 0.9, 1.0), ("Leak", 0.3, 0.7)])
+def test_memory(script, env, low, high):
+    """It holds what an episode showed 3 steps ago (0.5 without), and nothing of the episode before (1.0 with that)."""
+    flags = {"num_envs": 16, "num_steps": 20, "num_minibatches": 4, "update_epochs": 4, "gamma": GAMMA}
+    flags |= {"learning_rate": 1e-3, "anneal_lr": False, "ent_coef": 0.0, "total_timesteps": 320 * 40}
+    assert low <= script.train(make_args(script, env, **flags))["episodic_return"] <= high
+
+
+@pytest.mark.scripts(*VECTOR)
 def test_values_along_an_episode(script):
     """A clock with reward 1 at its end, after 5 steps: 0.9^4, 0.9^3, ... 1."""
     values, _ = value_of(script, "Clock", np.eye(6)[:5], anneal_lr=True)
     assert values == pytest.approx(GAMMA ** np.arange(4, -1, -1), rel=0.03)
 
 
+@pytest.mark.scripts(*VECTOR)
 def test_fillers_teach_nothing(script):
     """Only fillers show the clock's last observation: the weights of that input never move."""
     args = make_args(script, "Clock", total_timesteps=20_000, learning_rate=3e-3)
@@ -59,6 +89,8 @@ def test_fillers_teach_nothing(script):
 def test_actions_follow_observations(script):
     """One step per episode; the action that agrees with the sign of the observation pays 1."""
     flags = {"num_envs": 8, "num_steps": 64, "learning_rate": 3e-3, "total_timesteps": 40_000}
+    if images(script):
+        flags |= {"learning_rate": 1e-3, "total_timesteps": 512 * 12}
     result = script.train(make_args(script, "Contextual", eval_episodes=50, **flags))
     assert np.mean(result["eval_returns"]) == 1.0
 
@@ -66,9 +98,9 @@ def test_actions_follow_observations(script):
 @pytest.mark.scripts("ppo_continuous_action")
 def test_values_with_normalizers(script):
     """The value in units of the reward's scale: 10 / std."""
-    value, result = value_of(script, "Const", ONE, norm_obs=True, norm_reward=True)
+    values, result = value_of(script, "Const", ONE, norm_obs=True, norm_reward=True)
     std = script.load_agent(result["checkpoint"]).return_moments.std
-    assert value[0] == pytest.approx(10.0 / std, rel=0.05)
+    assert values[0] == pytest.approx(10.0 / std, rel=0.05)
 
 
 @pytest.mark.scripts("ppo")

@@ -5,12 +5,13 @@ import sys
 import types
 
 import pytest
+import test_atari
 import test_continuous
 import test_details
 import test_learning
 from helpers import ROOT
 
-P, C = "ppo", "ppo_continuous_action"
+P, C, A, L = "ppo", "ppo_continuous_action", "ppo_atari", "ppo_atari_lstm"
 MUTANTS = [
     # detail, script, what stands there, what breaks it, the test that must notice
     (
@@ -282,6 +283,44 @@ MUTANTS = [
         "self.return_moments.std, -10, 10)",
         "self.return_moments.std, -1e9, 1e9)",
         test_continuous.test_d31_reward_clipping,
+    ),
+    ("D14", A, "noop_max=30", "noop_max=0", test_atari.test_d14_noop_reset_env),
+    ("D15", A, "frameskip=4", "frameskip=3", test_atari.test_d15_max_and_skip_env),
+    ("D15", A, "maxpool=True", "maxpool=False", test_atari.test_d15_max_and_skip_env),
+    ("D16", A, "terminations |= life_lost", "pass", test_atari.test_d16_episodic_life_env),
+    ("D16", A, "life_lost & ~over", "life_lost", test_atari.test_d16_a_life_lost_at_the_time_limit),
+    ("D17", A, "np.where(self.life_lost, self.fire, actions)", "actions", test_atari.test_d17_fire_reset_env),
+    ("D17", A, "over | self.life_lost", "over", test_atari.test_d16_episodic_life_env),
+    ("D18", A, '"img_width": 84', '"img_width": 80', test_atari.test_d18_warp_frame),
+    ("D19", A, "return np.sign(rewards) if", "return rewards if", test_atari.test_d19_clip_reward_env),
+    ("D19", A, "reward_clipping=False", "reward_clipping=True", test_atari.test_d19_clip_reward_env),
+    ("D20", A, '["stack_num"] = 4', '["stack_num"] = 3', test_atari.test_d20_frame_stack),
+    ("D21", A, "self.critic(hidden)", "self.critic(hidden.detach())", test_atari.test_d21_shared_nature_cnn),
+    ("D22", A, "self.trunk(x / 255)", "self.trunk(x / 256)", test_atari.test_d22_scaling_images_to_0_1),
+    (
+        "D32",
+        L,
+        "nn.init.orthogonal_(parameter) if",
+        "nn.init.xavier_uniform_(parameter) if",
+        test_atari.test_d32_layer_initialization_for_lstm,
+    ),
+    ("D33", L, "torch.zeros(2, n", "torch.ones(2, n", test_atari.test_d33_initialize_lstm_states_to_zeros),
+    ("D34", L, "state * (1 - start)", "state * (1 + start)", test_atari.test_d34_stretches_equal_rows),
+    ("D34", L, " & ~self.fillers\n", "\n", test_atari.test_d34_reset_lstm_states_at_episode_end),
+    ("D34", L, "(were_fillers | ", "(", test_atari.test_d34_starts_after_lost_lives),
+    (
+        "D35",
+        L,
+        "torch.randperm(args.num_envs, device=device)",
+        "torch.arange(args.num_envs)",
+        test_atari.test_d35_sequential_rollouts_in_mini_batches,
+    ),
+    (
+        "D36",
+        L,
+        "self.hidden(batch.obs), batch.state",
+        "self.hidden(batch.obs), 0 * batch.state",
+        test_atari.test_d36_reconstruct_lstm_states_during_training,
     ),
     (
         "fillers",

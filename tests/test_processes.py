@@ -12,7 +12,8 @@ import torch
 from helpers import ROOT, continuous, environment, only_run, run, scalars, small_flags
 from worker import global_batch, moment_rows
 
-pytestmark = pytest.mark.scripts("ppo", "ppo_continuous_action")  # the code is a copy in the third
+pytestmark = pytest.mark.scripts("ppo", "ppo_continuous_action")  # of whose code the others have copies
+WITH_LSTM = ["ppo", "ppo_continuous_action", "ppo_atari_lstm"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -30,6 +31,7 @@ def ranks(script, tmp_path):
     return [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.scripts(*WITH_LSTM)
 def test_a2_parallelized_gradient_update(script, ranks):
     """Two processes of n environments take the same step as one of 2n: one minibatch, one epoch, no normalization.
 
@@ -57,6 +59,7 @@ def test_a2_normalizers_are_merged(script, ranks):
         assert torch.allclose(std, rows.std(0, correction=0), rtol=1e-6)
 
 
+@pytest.mark.scripts(*WITH_LSTM)
 def test_a2_a_run_of_two_processes(script):
     """Rows of both are counted, one folder is left, processes differ in their environments, the plan says it all."""
     flags = small_flags(script, "Score", iterations=8)

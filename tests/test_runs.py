@@ -11,7 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, build, continuous, environment, make_args, only_run, run, scalars, small_flags
+from helpers import (
+    ROOT,
+    act,
+    build,
+    continuous,
+    environment,
+    frames,
+    images,
+    make_args,
+    only_run,
+    real,
+    recurrent,
+    rollout,
+    run,
+    scalars,
+    small_flags,
+)
 
 NAMES = {
     *("charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"),
@@ -42,7 +58,7 @@ def test_scalars(script):
     assert result["global_step"] == 240
     assert {value for _, value in logged["charts/episodic_return"]} == {1000}
     assert {value for _, value in logged["charts/episodic_length"]} == {10}
-    assert {value for _, value in logged["losses/gradient_steps"]} == {6}
+    assert {value for _, value in logged["losses/gradient_steps"]} == {8 if recurrent(script) else 6}
     assert result["episodic_return"] == 1000
     assert result["sps"] > 0
 
@@ -122,9 +138,9 @@ def test_load_agent(script):
     args = make_args(script, "Contextual", num_steps=64, total_timesteps=4 * 64 * 20)
     result = script.train(args)
     agent = script.load_agent(result["checkpoint"])
-    raw_obs = np.array([[-1.0], [1.0]])
+    raw_obs = frames(script, np.array([[-1.0], [1.0]]))
     with torch.no_grad():
-        actions = agent.env_actions(agent.act(agent.normalize(raw_obs), deterministic=True))
+        actions = agent.env_actions(act(script, agent, agent.normalize(raw_obs), deterministic=True))
     assert actions.shape == ((2, 1) if continuous(script) else (2,))
     assert actions.flatten()[0] < actions.flatten()[1]
 
@@ -164,7 +180,7 @@ def test_not_finite_stops_and_keeps_the_last_good_checkpoint(script):
 def test_resume_is_exact_where_episodes_allow(script):
     """8 steps and a filler, T = 18: every rollout ends on a filler, so 5 + 5 iterations equal 10, bit for bit."""
     flags = {"norm_obs": True, "norm_reward": True} if continuous(script) else {}
-    flags |= {"num_steps": 18, "num_minibatches": 3, "total_timesteps": 72 * 10, "checkpoint_interval": 5}
+    flags |= {"num_steps": 18, "num_minibatches": 4, "total_timesteps": 72 * 10, "checkpoint_interval": 5}
     straight = script.train(make_args(script, **flags))
 
     save, stopped = script.save_checkpoint, []
@@ -204,11 +220,14 @@ def test_first_update_after_a_resume(script):
         saved = torch.load(result["checkpoint"])
         envs, agent, optimizer = script.build(args, 0, torch.device("cpu"), saved, 10)
         assert torch.equal(weights(agent), weights(script.load_agent(result["checkpoint"])))
-        batch = script.evaluate_rollout(agent, script.rollout(agent, envs, args), args)
+        batch = script.evaluate_rollout(agent, rollout(script, agent, envs, args), args)
         script.update(agent, optimizer, batch, args, 0.2)
         updated.append(weights(agent))
     assert torch.equal(*updated)
-    assert all(state["step"] == 66 for state in optimizer.state_dict()["state"].values())
+    assert all(
+        state["step"] == 11 * args.update_epochs * args.num_minibatches
+        for state in optimizer.state_dict()["state"].values()
+    )
 
 
 def test_resume_keeps_flags_and_derives_the_rest_anew(script):
@@ -309,8 +328,8 @@ def test_copied_alone(script, tmp_path):
     """The file is enough: nothing of the repository is imported."""
     shutil.copy(script.__file__, tmp_path / "copy_of_it.py")
     changes = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    env_id = "Pendulum-v1" if continuous(script) else "CartPole-v1"
-    flags = ["--env-id", env_id, "--num-steps", 64, "--num-minibatches", 4, "--total-timesteps", 512]
+    flags = ["--env-id", real(script)["env_id"], "--num-steps", 64, "--num-minibatches", 4]
+    flags += ["--total-timesteps", 512]
     done = run("copy_of_it.py", *flags, **changes)
     assert done.returncode == 0, done.stderr
     assert (only_run() / "copy_of_it.py").exists()
@@ -327,6 +346,7 @@ def test_import_has_no_effect(script, tmp_path):
         "    numpy.random.get_state()[1].tolist(), random.getstate(), torch.get_num_threads(), torch.get_default_dtype())\n"
         "import gymnasium, torch.utils.tensorboard, tyro, tqdm\n"
         + ("import envpool, mujoco\n" if continuous(script) else "")
+        + ("import ale_py\n" if images(script) else "")
         + f"before = state(); import {script.__name__}; assert state() == before"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -336,8 +356,7 @@ def test_import_has_no_effect(script, tmp_path):
 
 def test_capture_video(script):
     """Films of the evaluation, one per episode."""
-    env_id = "Pendulum-v1" if continuous(script) else "CartPole-v1"
-    args = make_args(script, env_id=env_id, capture_video=True, eval_episodes=2, total_timesteps=48)
+    args = make_args(script, capture_video=True, eval_episodes=2, total_timesteps=48, **real(script))
     os.environ["SDL_VIDEODRIVER"] = "dummy"
     result = script.train(args)
     assert len(result["eval_returns"]) == 2

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers import make_args
+from helpers import continuous, images, make_args, make_batch, recurrent
 
 
 def global_batch(script, seed, T=6, N=8):
@@ -19,8 +19,12 @@ def global_batch(script, seed, T=6, N=8):
     valid = (torch.rand(T, N) < 0.7).float()
     valid[:, 0] = 0
     obs = torch.randn(T, N, 6)
-    actions = agent.act(obs)
-    batch = script.Rollout(obs=obs, actions=actions, valid=valid, **rows)
+    if images(script):
+        obs = torch.randint(256, (T, N, *agent.obs_shape), dtype=torch.uint8)
+    actions = torch.randn(T, N, 1) if continuous(script) else torch.randint(2, (T, N))
+    if recurrent(script):
+        rows |= {"starts": (torch.rand(T, N) < 0.3).float(), "state": torch.randn(2, N, 128)}
+    batch = make_batch(script, obs=obs, actions=actions, valid=valid, **rows)
     return args, agent, optimizer, batch
 
 
