@@ -5,9 +5,9 @@
     python ppo_atari.py --env-id CarRacing-v3 --env-kwargs '{"continuous": false}' --no-clip-rewards
     python ppo_atari.py --help                           # every flag, with its meaning and default
 
-A row is one step of one environment, four frames of a game. Fillers are rows whose action is not the agent's:
-an environment only resets, because vector environments take a step of their own for that, or FIRE is pressed
-after a lost life. They have valid = 0 and no weight; all others are real rows.
+A row is one step of one environment; in a game, four frames. Fillers are rows whose action is not the
+agent's: an environment only resets, because vector environments take a step of their own for that, or FIRE is
+pressed after a lost life. They have valid = 0 and no weight; all other rows are real.
 Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows of a batch, M rows of a
 minibatch, C frames of an observation, I iterations. Sections 5 to 8 follow one iteration.
 
@@ -73,7 +73,7 @@ class Args:
     """Flags, with the values of openai/baselines for Atari as defaults, whatever N."""
 
     env_id: str = "Pong"
-    """a game (Pong, ALE/Pong-v5, PongNoFrameskip-v4), or any gymnasium id whose observations are frames"""
+    """a game (Pong, ALE/Pong-v5, PongNoFrameskip-v4: the same), or a gymnasium id that shows RGB frames"""
     num_envs: int = 8
     """N, environments that step together (in each process)"""
     num_steps: int = 128
@@ -85,7 +85,7 @@ class Args:
     learning_rate: float = 2.5e-4
     """step size of Adam at the start"""
     total_timesteps: int = 10_000_000
-    """rows to collect, by all processes together; a row is 4 frames"""
+    """rows to collect, by all processes together; in games, a row is 4 frames"""
     clip_coef: float = 0.1
     """how far the probability ratio may move from 1 before that stops paying; usually 0.1 to 0.3"""
     ent_coef: float = 0.01
@@ -101,7 +101,7 @@ class Args:
     env_kwargs: str = "{}"
     """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
     async_envs: bool = False
-    """run each gymnasium environment in a process of its own; worth it where a step is slow"""
+    """run each environment that is no game in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
     """lower the learning rate linearly towards 0"""
     anneal_clip: bool = False
@@ -123,7 +123,7 @@ class Args:
     target_kl: float | None = None
     """stop learning from a batch when a minibatch's KL divergence exceeds this; usually 0.01 to 0.05"""
     cuda: bool = True
-    """use the GPU if there is one; with small networks and few environments the CPU may be faster"""
+    """use the GPU if there is one"""
     torch_deterministic: bool = True
     """have cuDNN, which computes convolutions on a GPU, use reproducible algorithms only"""
     torch_threads: int | None = None
@@ -150,7 +150,7 @@ class Args:
         ranges = dict.fromkeys(["num_envs", "num_steps", "num_minibatches", "update_epochs"], (1, 1e15))
         ranges |= dict.fromkeys(["total_timesteps", "torch_threads", "checkpoint_interval"], (1, 1e15))
         ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
-        ranges |= dict.fromkeys(["gamma", "gae_lambda", "repeat_action_probability"], (0, 1))
+        ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1)) | {"repeat_action_probability": (0, 0.99)}
         ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -193,7 +193,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     def reset(self, *, seed=None, options=None):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.lives = infos.get("lives", np.zeros(self.num_envs, int))
-        self.life_lost, self.fillers = np.zeros((2, self.num_envs), bool)
+        self.forced, self.fillers = np.zeros((2, self.num_envs), bool)
         self.returns, self.earlier = np.zeros((2, self.num_envs))
         self.steps = 0  # taken so far, and in `earlier` those before the current games
         self.ended = []
@@ -202,17 +202,18 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     def step(self, actions):
         # [D17] FireResetEnv: where a game has FIRE, it is pressed after a reset, by ale-py, and after a lost
         # life, here. That row is a filler, since its action is not the agent's.
-        actions = actions if self.fire is None else np.where(self.life_lost, self.fire, actions)
+        actions = np.where(self.forced, self.fire, actions) if self.forced.any() else actions
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns += rewards
         self.steps += 1
         over, lives = terminations | truncations, infos.get("lives", self.lives)
         # [D16] EpisodicLifeEnv: a lost life terminates the episode that is learned from, while the game goes
-        # on. Some games go on for a while with 0 lives left; there their end counts.
+        # on. Some games show 0 lives for a while before they end; then the end counts.
         life_lost = (lives < self.lives) & (lives > 0)
         terminations |= life_lost
-        self.lives, self.life_lost = lives, life_lost & ~over
-        self.fillers = over if self.fire is None else over | self.life_lost
+        self.lives = np.where(over, 0, lives)  # a new game may have less than one that was cut off
+        self.forced = life_lost & ~over & (self.fire is not None)
+        self.fillers = over | self.forced
         if over.any():
             self.ended.append(np.stack([self.returns, self.steps - self.earlier], axis=1)[over])
             self.returns[over], self.earlier[over] = 0, self.steps + 1
@@ -234,7 +235,7 @@ def env_kwargs(args) -> dict:
 
 @contextlib.contextmanager
 def ignored_interrupts():
-    """Processes started in here ignore Ctrl-C, which is for this one to handle."""
+    """Processes started in here ignore Ctrl-C, which this one handles."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
     try:
@@ -265,44 +266,48 @@ class ColorTwin(gym.vector.VectorWrapper):
         return list(self.frames[:, -1])
 
 
-def make_games(args, game, num_envs, **picture):
+def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=4):
     """The vector environment of ale-py, which plays `num_envs` games in threads.
 
     Lives are left to EpisodeTracker and clipping to Agent: ale-py's episodic_life would start a new game
-    after each lost life, and clipped rewards do not add up to scores. `picture`: size and color of frames
-    that are not for the agent.
+    after each lost life, its life_loss_info would hide which row follows, and clipped rewards are no scores.
+    A game is cut off after 108,000 frames; --env-kwargs has max_num_frames_per_episode for that.
     """
-    if not picture:
-        # [D18] WarpFrame: 84 x 84 pixels, gray.
-        picture = {"img_height": 84, "img_width": 84, "grayscale": True}
-        # [D20] FrameStack: the last frames in one observation; 4, since one does not show what moves, or 1
-        # where an LSTM remembers.
-        picture["stack_num"] = 4
     return ale_py.AtariVectorEnv(
         game,
         num_envs,
         num_threads=min(num_envs, num_cores()),
         repeat_action_probability=args.repeat_action_probability,
-        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action.
+        batch_size=num_envs,
+        autoreset_mode="NextStep",
+        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action (FIRE is pressed where it has
+        # that).
         noop_max=30,
         # [D15] MaxAndSkipEnv: an action lasts 4 frames, whose rewards are added. What is seen is the maximum
         # of the last two, because many games draw some things in every other frame only.
         frameskip=4,
         maxpool=True,
+        # [D18] WarpFrame: 84 x 84 pixels, gray.
+        img_height=height,
+        img_width=width,
+        grayscale=grayscale,
+        # [D20] FrameStack: 4 frames, since one does not show what moves; with an LSTM, which remembers, 1.
+        stack_num=stack,
         episodic_life=False,
         life_loss_info=False,
         reward_clipping=False,
         use_fire_reset=True,
-        **picture,
         **env_kwargs(args),
     )
 
 
 def adapt(env, args, film):
-    """The environment with frames like those of the games: gray, 84 x 84, stacked. `film`: where to film it.
+    """The environment with gray frames of 84 x 84, stacked. `film`: arguments of RecordVideo, or None.
 
     Raises BadInput unless it shows RGB frames.
     """
+    if isinstance(env.unwrapped, ale_py.AtariEnv):
+        raise BadInput(f"--env-id {args.env_id}: write games as Pong, ALE/Pong-v5 or PongNoFrameskip-v4")
     space = env.observation_space
     if space.dtype != np.uint8 or len(space.shape) != 3 or space.shape[2] != 3:
         raise BadInput(f"--env-id {args.env_id}: observations must be uint8 frames (H, W, 3), not {space}")
@@ -316,18 +321,18 @@ def adapt(env, args, film):
 def make_vec(args, num_envs, video_folder=None):
     """The vector environment, as ale-py or gymnasium makes it."""
     gym.register_envs(ale_py)
-    spec = gym.registry.get(f"ALE/{args.env_id}-v5", gym.registry.get(args.env_id))
+    spec = gym.registry.get(f"ALE/{args.env_id}-v5") or gym.registry.get(args.env_id)
     film = None
     if video_folder:
         film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
     if spec is not None and spec.entry_point == "ale_py.env:AtariEnv":
         if args.async_envs:
             raise BadInput("--async-envs is for other environments: ale-py has threads of its own")
-        envs = make_games(args, spec.kwargs["game"], num_envs)
+        game = spec.kwargs["game"]
+        envs = make_games(args, game, num_envs)
         if film:
-            picture = {"img_height": 210, "img_width": 160, "grayscale": False, "stack_num": 1}
-            envs = ColorTwin(envs, make_games(args, spec.kwargs["game"], num_envs, **picture))
-            envs = gym.wrappers.vector.RecordVideo(envs, fps=15, **film)
+            envs = ColorTwin(envs, make_games(args, game, num_envs, 210, 160, grayscale=False, stack=1))
+            envs = gym.wrappers.vector.RecordVideo(envs, fps=15, **film)  # 60 frames per second by 4
         return envs
     wrappers = [lambda env: adapt(env, args, film)]
     kwargs = env_kwargs(args) | ({"render_mode": "rgb_array"} if film else {})
@@ -343,7 +348,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
     With a `video_folder`, films every game into it. Raises BadInput for what cannot be made or served.
     """
     try:
-        with contextlib.closing(make_vec(args, 1)) as one:
+        with contextlib.closing(make_vec(args, 1)) as one:  # before many are made
             if not isinstance(one.single_action_space, gym.spaces.Discrete):
                 raise BadInput(
                     f"--env-id {args.env_id}: actions must be Discrete, not {one.single_action_space}"
@@ -367,7 +372,7 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 
 
 def derive_seed(*numbers) -> int:
-    """Environment i takes seed + i; hashing keeps runs with neighboring seeds from sharing environments."""
+    """A seed hashed from the numbers: environment i takes seed + i, so plain neighbors would share most."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
@@ -396,13 +401,12 @@ class Agent(nn.Module):
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
         self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
         # [D21] Shared Nature-CNN: three convolutions and a layer of 512, which policy and value both train.
-        convolutions = (
-            nn.Conv2d(self.obs_shape[0], 32, 8, 4),
-            nn.Conv2d(32, 64, 4, 2),
-            nn.Conv2d(64, 64, 3, 1),
+        self.trunk = nn.Sequential(
+            *(layer_init(nn.Conv2d(self.obs_shape[0], 32, 8, stride=4)), nn.ReLU()),
+            *(layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()),
+            *(layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten()),
+            *(layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU()),
         )
-        layers = [part for each in convolutions for part in (layer_init(each), nn.ReLU())]
-        self.trunk = nn.Sequential(*layers, nn.Flatten(), layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU())
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.actor = layer_init(nn.Linear(512, space["n"]), std=0.01)
 
@@ -417,7 +421,7 @@ class Agent(nn.Module):
         return torch.cat([self.trunk(x / 255) for x in pieces]).unflatten(0, obs.shape[:-3])
 
     def normalize(self, raw_obs) -> Tensor:
-        """(n, C, 84, 84) from the environments -> the same for the networks, as bytes."""
+        """(n, C, 84, 84) from the environments -> the same bytes on the agent's device."""
         return torch.as_tensor(raw_obs, device=self.critic.weight.device)
 
     def observe(self, raw_obs, valid) -> Tensor:
@@ -573,8 +577,6 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 
 
 # ---- 8. Learning: update() ----
-
-
 def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
     """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
     device, parameters = batch.valid.device, list(agent.parameters())

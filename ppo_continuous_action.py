@@ -292,7 +292,7 @@ class Pool(gym.vector.VectorObservationWrapper):
 
 @contextlib.contextmanager
 def ignored_interrupts():
-    """Processes started in here ignore Ctrl-C, which is for this one to handle."""
+    """Processes started in here ignore Ctrl-C, which this one handles."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
     try:
@@ -353,7 +353,7 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 
 
 def derive_seed(*numbers) -> int:
-    """Environment i takes seed + i; hashing keeps runs with neighboring seeds from sharing environments."""
+    """A seed hashed from the numbers: environment i takes seed + i, so plain neighbors would share most."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
@@ -630,8 +630,6 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 
 
 # ---- 8. Learning: update() ----
-
-
 def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
     """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
     device, parameters = batch.valid.device, list(agent.parameters())

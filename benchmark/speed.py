@@ -29,7 +29,7 @@ WORKS = {
     "cartpole-4096": ("ppo", {"num_envs": 4096}, 12, None),
     "halfcheetah": ("ppo_continuous_action", {}, 8, "stable-baselines3"),
     "halfcheetah-4096": ("ppo_continuous_action", {"num_envs": 4096}, 5, None),
-    "breakout": ("ppo_atari", BREAKOUT, 5, "stable-baselines3"),
+    "breakout": ("ppo_atari", BREAKOUT, 4, "stable-baselines3"),
     "breakout-lstm": ("ppo_atari_lstm", BREAKOUT, 3, "sb3-contrib"),
 }
 

@@ -8,9 +8,13 @@ from ale_py import AtariVectorEnv
 from helpers import IMAGE, act, build, make_args, make_batch, recorded, recurrent, rollout, value_of_next
 from torch import nn
 
-pytestmark = pytest.mark.scripts(*IMAGE)
+pytestmark = [
+    pytest.mark.scripts(*IMAGE),
+    pytest.mark.filterwarnings("ignore:.*(swig|Swig):DeprecationWarning"),  # while Box2D is imported
+]
 NOOP, FIRE = 0, 1
 LSTM = "ppo_atari_lstm"
+ONE = pytest.mark.scripts("ppo_atari")  # where section 3 has the same lines
 
 
 def games(script, name, n=4, seed=3, **flags):
@@ -26,6 +30,7 @@ def play(envs, steps, seed=0):
 
 
 # ---- the emulator ----
+@ONE
 def test_d14_noop_reset_env(script):
     """A game starts after 0 to 29 frames; MsPacman has no FIRE that would add some."""
     envs = games(script, "MsPacman", n=8)
@@ -35,10 +40,11 @@ def test_d14_noop_reset_env(script):
     assert len(frames) > 10
 
 
+@ONE
 def test_d15_max_and_skip_env(script):
     """Frames one by one from a second emulator: rewards add up, the picture is the maximum of frames 3 and 4."""
     picture = {"img_height": 210, "img_width": 160, "grayscale": True, "stack_num": 1}
-    ours = script.make_games(script.Args(env_id="MsPacman"), "ms_pacman", 2, **picture)
+    ours = script.make_games(script.Args(env_id="MsPacman"), "ms_pacman", 2, 210, 160, stack=1)
     single = {"frameskip": 1, "maxpool": False, "noop_max": 30, "reward_clipping": False}
     slow = AtariVectorEnv("ms_pacman", 2, **single, **picture)
     ours.reset(seed=5)
@@ -72,6 +78,7 @@ def test_d16_episodic_life_env(script):
     assert all(score == 0 for part in envs.ended for score in part[:, 0])
 
 
+@ONE
 def test_d16_rows_after_a_lost_life_are_real_where_there_is_no_fire(script):
     envs = games(script, "MsPacman", n=8)
     lost = over = 0
@@ -83,21 +90,22 @@ def test_d16_rows_after_a_lost_life_are_real_where_there_is_no_fire(script):
     assert lost > over > 0
 
 
-@pytest.mark.parametrize("name", ["Breakout", "Adventure", "Qbert", "Seaquest"])
+@ONE
+@pytest.mark.parametrize("name", ["Breakout", "Adventure", "Qbert"])
 def test_d16_fillers_are_new_games_and_forced_fire(script, name):
     """After the fact, a reset shows in a frame number that does not grow."""
-    envs = games(script, name, n=8, env_kwargs='{"max_num_frames_per_episode": 2600}')
+    envs = games(script, name, n=8, env_kwargs='{"max_num_frames_per_episode": 1300}')
     _, infos = envs.reset(seed=1)
     frame, resets = infos["episode_frame_number"].copy(), 0
-    forced, fillers = envs.life_lost.copy(), envs.fillers.copy()
-    for _, rewards, _, _, infos in play(envs, 1400):
+    forced, fillers = envs.forced.copy(), envs.fillers.copy()
+    for _, rewards, _, _, infos in play(envs, 700):
         reset = infos["episode_frame_number"] <= frame
         assert np.array_equal(fillers, reset | forced if envs.fire is not None else reset)
         assert not (reset & forced).any()
         assert (rewards[reset] == 0).all()
         resets += reset.sum()
         frame = infos["episode_frame_number"].copy()
-        forced, fillers = envs.life_lost.copy(), envs.fillers.copy()
+        forced, fillers = envs.forced.copy(), envs.fillers.copy()
     assert resets >= 8
 
 
@@ -112,10 +120,33 @@ def test_d16_a_life_lost_at_the_time_limit(script):
         _, _, terminations, truncations, infos = envs.step(np.array([NOOP]))
     assert (terminations[0], truncations[0], infos["lives"][0]) == (True, True, 4)
     assert envs.fillers[0]
-    assert not envs.life_lost[0]
+    assert not envs.forced[0]
     assert envs.pop_episodes().tolist() == [[0, steps]]
     before = infos["episode_frame_number"][0]
     assert envs.step(np.array([NOOP]))[4]["episode_frame_number"][0] < before
+    assert not envs.fillers[0]
+
+
+@ONE
+def test_d16_a_new_game_with_fewer_lives_is_no_lost_life(script, monkeypatch):
+    """A game with an extra life is cut off; the reset that follows shows one life less."""
+    envs = games(script, "Breakout", n=1, env_kwargs='{"max_num_frames_per_episode": 40}')
+    step = envs.env.step
+
+    def with_extra_life(actions):
+        *rest, infos = step(actions)
+        return *rest, infos | {"lives": infos["lives"] + (envs.steps < 10)}
+
+    monkeypatch.setattr(envs.env, "step", with_extra_life)
+    for _ in range(9):
+        envs.step(np.array([NOOP]))
+    _, _, _, truncations, infos = envs.step(np.array([NOOP]))
+    assert truncations[0]
+    assert infos["lives"][0] == 6
+    _, _, terminations, _, infos = envs.step(np.array([NOOP]))
+    assert infos["lives"][0] == 5
+    assert not terminations[0]
+    assert not envs.forced[0]
     assert not envs.fillers[0]
 
 
@@ -126,7 +157,7 @@ def test_d17_fire_reset_env(script, monkeypatch):
     monkeypatch.setattr(envs.env, "step", lambda actions: received.append(actions) or step(actions))
     rng, pressed = np.random.default_rng(0), 0
     for _ in range(300):
-        actions, forced = rng.choice([0, 2, 3], size=4), envs.life_lost.copy()
+        actions, forced = rng.choice([0, 2, 3], size=4), envs.forced.copy()
         envs.step(actions)
         assert np.array_equal(received[-1], np.where(forced, FIRE, actions))
         pressed += forced.sum()
@@ -139,10 +170,11 @@ def test_d17_fire_is_found_by_its_name(script):
     assert games(script, "MsPacman").fire is None
 
 
+@ONE
 def test_d18_warp_frame(script):
     """Gray, 84 x 84, as OpenCV shrinks areas."""
-    envs, flags = games(script, "Pong", n=1), {"img_height": 210, "img_width": 160, "grayscale": True}
-    large = script.make_games(script.Args(), "pong", 1, stack_num=1, **flags)
+    envs = games(script, "Pong", n=1)
+    large = script.make_games(script.Args(), "pong", 1, 210, 160, stack=1)
     envs.reset(seed=2)
     frame, _ = large.reset(seed=2)
     assert envs.obs.dtype == np.uint8
@@ -170,14 +202,14 @@ def test_d19_clip_reward_env(script):
 def test_scores_and_lengths_are_those_of_whole_games(script):
     """Counted again from raw rewards and resets, forced rows included."""
     envs = games(script, "Breakout", n=4)
-    scores, lengths, expected, fillers = np.zeros(4), np.zeros(4, int), [], envs.fillers & ~envs.life_lost
-    for _, rewards, _, _, infos in play(envs, 1500):
+    scores, lengths, expected, fillers = np.zeros(4), np.zeros(4, int), [], envs.fillers & ~envs.forced
+    for _, rewards, _, _, infos in play(envs, 900):
         scores, lengths = scores + rewards, lengths + ~fillers
         over = infos["lives"] == 0
         expected += np.stack([scores, lengths], axis=1)[over].tolist()
         scores[over], lengths[over] = 0, 0
         fillers = over
-    assert len(expected) >= 10
+    assert len(expected) >= 8
     assert envs.pop_episodes().tolist() == expected
     assert max(score for score, _ in expected) > 0
 
@@ -191,7 +223,7 @@ def test_d20_frame_stack(script):
     for _ in range(60):
         before = envs.obs.copy()
         envs.step(np.array([NOOP]))
-        if not envs.fillers[0] or envs.life_lost[0]:
+        if not envs.fillers[0] or envs.forced[0]:
             assert np.array_equal(envs.obs[:, :3], before[:, 1:])
 
 
@@ -200,6 +232,7 @@ def test_d20_no_frame_stack_with_an_lstm(script):
     assert games(script, "Breakout").obs.shape == (4, 1, 84, 84)
 
 
+@ONE
 def test_names_of_games(script):
     """ALE/Pong-v5, PongNoFrameskip-v4 and Pong are the same environment; unknown ones are refused."""
     seen = [games(script, name).obs for name in ("ALE/Pong-v5", "PongNoFrameskip-v4", "Pong")]
@@ -207,6 +240,7 @@ def test_names_of_games(script):
     assert np.array_equal(seen[0], seen[2])
 
 
+@ONE
 def test_sticky_actions(script):
     """Off by default, also for ids that have them on in gymnasium; 0.25 changes what actions do."""
     seen = []
@@ -218,11 +252,12 @@ def test_sticky_actions(script):
     assert args.given == {"repeat_action_probability": 0.25}
 
 
+@ONE
 def test_color_for_films(script):
     """The twin shows the same game, in color."""
     envs = script.make_games(script.Args(), "breakout", 1)
-    picture = {"img_height": 210, "img_width": 160, "grayscale": False, "stack_num": 1}
-    twin = script.ColorTwin(envs, script.make_games(script.Args(), "breakout", 1, **picture))
+    color = script.make_games(script.Args(), "breakout", 1, 210, 160, grayscale=False, stack=1)
+    twin = script.ColorTwin(envs, color)
     twin.reset(seed=1)
     for obs, *_ in play(twin, 200):
         (frame,) = twin.render()
@@ -233,7 +268,6 @@ def test_color_for_films(script):
 
 
 # ---- other environments with frames ----
-@pytest.mark.filterwarnings("ignore:.*(swig|Swig):DeprecationWarning")  # while Box2D is imported
 def test_frames_of_gymnasium(script):
     """Gray, 84 x 84, stacked, without lives and FIRE."""
     flags = {"env_id": "CarRacing-v3", "env_kwargs": '{"continuous": false}', "num_envs": 2}
@@ -244,6 +278,7 @@ def test_frames_of_gymnasium(script):
     assert envs.obs.std() > 0
 
 
+@ONE
 @pytest.mark.parametrize("kind", ["vector", "gray", "image", "dict", "text", "graph"])
 def test_observations_that_are_no_frames(script, kind):
     with pytest.raises(script.BadInput, match="observations must be uint8 frames"):
@@ -260,12 +295,18 @@ def test_frames_are_served(script):
         ({"env_id": "CarRacing-v3"}, "actions must be Discrete"),
         ({"env_kwargs": '{"continuous": true}'}, "actions must be Discrete"),
         ({"env_kwargs": '{"frameskip": 2}'}, "--env-kwargs .*frameskip"),
+        ({"env_kwargs": '{"batch_size": 4}'}, "--env-kwargs .*batch_size"),
+        ({"env_kwargs": '{"autoreset_mode": "SameStep"}'}, "--env-kwargs .*autoreset_mode"),
+        ({"env_id": "ALE/Pong"}, "write games as Pong"),
+        ({"env_id": "ale_py:ALE/Pong-v5"}, "write games as Pong"),
+        ({"env_id": "PongNoFrameskip"}, "write games as Pong"),
         ({"env_kwargs": '{"no_such": 2}'}, "--env-kwargs .*no_such"),
         ({"async_envs": True}, "--async-envs"),
         ({"env_id": "NoSuchGame"}, "--env-id NoSuchGame"),
         ({"repeat_action_probability": 1.5}, "--repeat-action-probability"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*unversioned environment")
 def test_what_cannot_be_served(script, flags, words):
     with pytest.raises(script.BadInput, match=words):
         script.train(script.Args(**flags))
