@@ -394,35 +394,38 @@ class Agent(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
-        self.obs_shape, self.obs_dtype = tuple(envs.single_observation_space.shape), torch.uint8
+        shape = tuple(envs.single_observation_space.shape)  # (C, 84, 84)
+        self.obs_shape, self.obs_dtype = (*shape[1:], shape[0]), torch.uint8
         self.action_shape, self.action_dtype = (), torch.int64
         space = {"n": int(envs.single_action_space.n), "start": int(envs.single_action_space.start)}
         self.first_action, self.clip_rewards = space["start"], args.clip_rewards
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
-        self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
+        self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": space}
         # [D21] Shared Nature-CNN: three convolutions and a layer of 512, which policy and value both train.
         self.trunk = nn.Sequential(
-            *(layer_init(nn.Conv2d(self.obs_shape[0], 32, 8, stride=4)), nn.ReLU()),
-            *(layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()),
-            *(layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten()),
-            *(layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU()),
+            *(layer_init(nn.Conv2d(shape[0], 32, 8, stride=4)), nn.ReLU(inplace=True)),
+            *(layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(inplace=True)),
+            *(layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(inplace=True), nn.Flatten()),
+            *(layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(inplace=True)),
         )
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.actor = layer_init(nn.Linear(512, space["n"]), std=0.01)
 
     def hidden(self, obs) -> Tensor:
-        """(..., C, 84, 84) -> (..., 512)"""
-        frames = obs.flatten(0, -4)  # (rows, C, 84, 84)
+        """(..., 84, 84, C) -> (..., 512)"""
+        frames = obs.flatten(0, -4).permute(
+            0, 3, 1, 2
+        )  # (rows, C, 84, 84), the channel still the last in memory
         # Without gradients, pieces keep the activations of a whole rollout from being in memory at once.
         pieces = [frames] if torch.is_grad_enabled() else frames.split(256)
-        # With the channel as the last index in memory, convolutions on a CPU take two thirds of the time.
-        pieces = [x.to(torch.float32, memory_format=torch.channels_last) for x in pieces]
-        # [D22] Scaling images to [0, 1]: here, so that a rollout holds bytes.
-        return torch.cat([self.trunk(x / 255) for x in pieces]).unflatten(0, obs.shape[:-3])
+        # [D22] Scaling images to [0, 1]: here, so that a rollout holds bytes. Changing these floats and the
+        # inputs of ReLU in place saves a seventh of an update on a CPU.
+        return torch.cat([self.trunk(x.float().div_(255)) for x in pieces]).unflatten(0, obs.shape[:-3])
 
     def normalize(self, raw_obs) -> Tensor:
-        """(n, C, 84, 84) from the environments -> the same bytes on the agent's device."""
-        return torch.as_tensor(raw_obs, device=self.critic.weight.device)
+        """(n, C, 84, 84) from the environments -> the same bytes as (n, 84, 84, C), on the agent's device."""
+        # With the channel as the last index in memory, convolutions on a CPU take two thirds of the time.
+        return torch.as_tensor(raw_obs, device=self.critic.weight.device).permute(0, 2, 3, 1)
 
     def observe(self, raw_obs, valid) -> Tensor:
         """normalize(), for the observations of a rollout."""
@@ -437,11 +440,11 @@ class Agent(nn.Module):
         """Nothing to merge here."""
 
     def get_value(self, obs) -> Tensor:
-        """(n, C, 84, 84) -> (n,)"""
+        """(n, 84, 84, C) -> (n,)"""
         return self.critic(self.hidden(obs)).squeeze(-1)
 
     def act(self, obs, deterministic=False) -> Tensor:
-        """(n, C, 84, 84) -> (n,), sampled or the most likely ones, counted from 0."""
+        """(n, 84, 84, C) -> (n,), sampled or the most likely ones, counted from 0."""
         logits = self.actor(self.hidden(obs))  # (n, actions)
         if not deterministic:
             # Minus the log of Exp(1) is Gumbel noise; the argmax of logits + noise samples the softmax.

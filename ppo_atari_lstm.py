@@ -405,18 +405,19 @@ class Agent(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
-        self.obs_shape, self.obs_dtype = tuple(envs.single_observation_space.shape), torch.uint8
+        shape = tuple(envs.single_observation_space.shape)  # (C, 84, 84)
+        self.obs_shape, self.obs_dtype = (*shape[1:], shape[0]), torch.uint8
         self.action_shape, self.action_dtype = (), torch.int64
         space = {"n": int(envs.single_action_space.n), "start": int(envs.single_action_space.start)}
         self.first_action, self.clip_rewards = space["start"], args.clip_rewards
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
-        self.spaces = {"single_observation_space": {"shape": self.obs_shape}, "single_action_space": space}
+        self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": space}
         # [D21] Shared Nature-CNN: three convolutions and a layer of 512, which policy and value both train.
         self.trunk = nn.Sequential(
-            *(layer_init(nn.Conv2d(self.obs_shape[0], 32, 8, stride=4)), nn.ReLU()),
-            *(layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()),
-            *(layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten()),
-            *(layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU()),
+            *(layer_init(nn.Conv2d(shape[0], 32, 8, stride=4)), nn.ReLU(inplace=True)),
+            *(layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(inplace=True)),
+            *(layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(inplace=True), nn.Flatten()),
+            *(layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(inplace=True)),
         )
         self.lstm = nn.LSTM(512, 128)
         # [D32] Layer initialization for LSTM: weights orthogonal with gain 1, those of all gates as one
@@ -427,14 +428,15 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(128, space["n"]), std=0.01)
 
     def hidden(self, obs) -> Tensor:
-        """(..., C, 84, 84) -> (..., 512)"""
-        frames = obs.flatten(0, -4)  # (rows, C, 84, 84)
+        """(..., 84, 84, C) -> (..., 512)"""
+        frames = obs.flatten(0, -4).permute(
+            0, 3, 1, 2
+        )  # (rows, C, 84, 84), the channel still the last in memory
         # Without gradients, pieces keep the activations of a whole rollout from being in memory at once.
         pieces = [frames] if torch.is_grad_enabled() else frames.split(256)
-        # With the channel as the last index in memory, convolutions on a CPU take two thirds of the time.
-        pieces = [x.to(torch.float32, memory_format=torch.channels_last) for x in pieces]
-        # [D22] Scaling images to [0, 1]: here, so that a rollout holds bytes.
-        return torch.cat([self.trunk(x / 255) for x in pieces]).unflatten(0, obs.shape[:-3])
+        # [D22] Scaling images to [0, 1]: here, so that a rollout holds bytes. Changing these floats and the
+        # inputs of ReLU in place saves a seventh of an update on a CPU.
+        return torch.cat([self.trunk(x.float().div_(255)) for x in pieces]).unflatten(0, obs.shape[:-3])
 
     def initial_state(self, n) -> Tensor:
         """(2, n, L) hidden and cell states."""
@@ -459,8 +461,9 @@ class Agent(nn.Module):
         return torch.cat(outputs), state
 
     def normalize(self, raw_obs) -> Tensor:
-        """(n, C, 84, 84) from the environments -> the same bytes on the agent's device."""
-        return torch.as_tensor(raw_obs, device=self.critic.weight.device)
+        """(n, C, 84, 84) from the environments -> the same bytes as (n, 84, 84, C), on the agent's device."""
+        # With the channel as the last index in memory, convolutions on a CPU take two thirds of the time.
+        return torch.as_tensor(raw_obs, device=self.critic.weight.device).permute(0, 2, 3, 1)
 
     def observe(self, raw_obs, valid) -> Tensor:
         """normalize(), for the observations of a rollout."""
@@ -475,12 +478,12 @@ class Agent(nn.Module):
         """Nothing to merge here."""
 
     def get_value(self, obs, state, starts) -> Tensor:
-        """(n, C, 84, 84), (2, n, L), (n,) -> (n,)"""
+        """(n, 84, 84, C), (2, n, L), (n,) -> (n,)"""
         outputs, _ = self.remember(self.hidden(obs)[None], state, starts[None])
         return self.critic(outputs[0]).squeeze(-1)
 
     def act(self, obs, state, starts, deterministic=False) -> tuple[Tensor, Tensor]:
-        """(n, C, 84, 84), (2, n, L), (n,) -> actions (n,), sampled or the most likely; the next state."""
+        """(n, 84, 84, C), (2, n, L), (n,) -> actions (n,), sampled or the most likely; the next state."""
         starts = torch.as_tensor(starts, dtype=torch.float32, device=obs.device)
         outputs, state = self.remember(self.hidden(obs)[None], state, starts[None])
         logits = self.actor(outputs[0])  # (n, actions)

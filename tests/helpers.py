@@ -13,7 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).parent.parent
 VECTOR = ["ppo", "ppo_shared", "ppo_continuous_action"]  # by what they observe
 IMAGE = ["ppo_atari", "ppo_atari_lstm"]
-SCRIPTS = VECTOR + IMAGE
+MULTI = ["ppo_multidiscrete", "ppo_multidiscrete_mask"]  # vectors or grids
+SCRIPTS = VECTOR + IMAGE + MULTI
+# One of each group with equal copies of sections 5 to 11, for tests of these that take their time.
+DISTINCT = ["ppo", "ppo_continuous_action", "ppo_atari_lstm", "ppo_multidiscrete_mask"]
 
 
 def continuous(script) -> bool:
@@ -28,15 +31,26 @@ def recurrent(script) -> bool:
     return "state" in script.Rollout._fields
 
 
+def masked(script) -> bool:
+    return "masks" in script.Rollout._fields
+
+
+def multi(script) -> bool:
+    return hasattr(script, "MicroRTS")
+
+
 def probe(script, name) -> str:
-    """Id of a probe environment with the actions and observations that the script takes."""
-    return f"probe_envs:{name}{'Box' if continuous(script) else 'Image' if images(script) else ''}-v0"
+    """Id of a probe environment with the actions, observations and masks that the script takes."""
+    kinds = {"Box": continuous, "Image": images, "Masked": masked, "Multi": multi}
+    return f"probe_envs:{name}{next((kind for kind, has in kinds.items() if has(script)), '')}-v0"
 
 
 def real(script) -> dict[str, str]:
     """env_id and env_kwargs of an environment that users of the script have, with episodes of at most 500 steps."""
     if images(script):
         return {"env_id": "Pong", "env_kwargs": '{"max_num_frames_per_episode": 400}'}
+    if multi(script):
+        return {"env_id": "MicrortsMining4x4-v1"}
     return {"env_id": "Pendulum-v1" if continuous(script) else "CartPole-v1"}
 
 
@@ -45,11 +59,11 @@ def vectors(script, obs, size):
     if not images(script):
         return obs
     width = 84 // size
-    return obs[..., -1, 42, width // 2 : size * width : width] / 127.5 - 1
+    return obs[..., 42, width // 2 : size * width : width, -1] / 127.5 - 1
 
 
 def frames(script, obs):
-    """(n, D) numbers as the script observes them in a probe."""
+    """(n, D) numbers as the environments of the script show them in a probe."""
     if not images(script):
         return obs
     levels = np.round((np.asarray(obs) + 1) * 127.5).astype(np.uint8)
@@ -84,6 +98,8 @@ def rollout(script, agent, envs, args, last=None):
 
 def act(script, agent, obs, deterministic=False):
     """Actions for normalized observations of which each is the first of its episode."""
+    if masked(script):
+        return agent.act(obs, torch.ones(len(obs), 5, dtype=torch.bool), deterministic)
     if not recurrent(script):
         return agent.act(obs, deterministic)
     return agent.act(obs, agent.initial_state(len(obs)), torch.ones(len(obs)), deterministic)[0]
@@ -107,6 +123,8 @@ def make_batch(script, **columns):
     if recurrent(script) and "obs" in columns:
         T, n = columns["obs"].shape[:2]
         columns = {"starts": torch.ones(T, n), "state": torch.zeros(2, n, 128)} | columns
+    if masked(script) and "obs" in columns:
+        columns = {"masks": torch.ones(*columns["obs"].shape[:2], 5, dtype=torch.bool)} | columns
     return script.Rollout(**(dict.fromkeys(script.Rollout._fields) | columns))
 
 

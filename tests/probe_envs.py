@@ -25,6 +25,9 @@ ACTIONS = {
     "scalar": box(shape=()),
     "integers": spaces.Box(0, 255, (2,), np.uint8),
     "multi": spaces.MultiDiscrete([2, 3]),
+    "matrix_multi": spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    "masked": spaces.MultiDiscrete([3, 4]),
+    "start_multi": spaces.MultiDiscrete([2, 3], start=[-1, 5]),
 }
 OBSERVATIONS = {
     "vector": box(),
@@ -128,7 +131,8 @@ class Contextual(Probe):
         return np.array([self.sign], np.float32)
 
     def outcome(self, action):
-        agrees = (2 * action - 1 if np.ndim(action) == 0 else action[0]) * self.sign > 0
+        first = np.ravel(action)[0]
+        agrees = (first if isinstance(self.action_space, spaces.Box) else 2 * first - 1) * self.sign > 0
         return float(agrees), True, False
 
 
@@ -169,6 +173,56 @@ class Recall(Leak):
         return float(self.t == 4 and action == self.bit), self.t == 4, False
 
 
+class Mask(Probe):
+    """Two components of which a few choices are valid, other ones at each step; step() insists on them.
+
+    With `empty`, the second component has no valid choice at the fourth step.
+    """
+
+    def __init__(self, actions="masked", empty=False):
+        super().__init__(actions)
+        self.empty = empty
+        self.observation_space = box(0, 1, (9,))
+
+    def reset(self, *, seed=None, options=None):
+        observation, _ = super().reset(seed=seed)
+        return observation, {"action_mask": self.mask()}
+
+    def mask(self):
+        mask = np.zeros(7, bool)
+        mask[self.t % 3] = mask[3 + self.t % 4] = True
+        mask[3:] &= not (self.empty and self.t == 3)
+        return mask
+
+    def step(self, action):
+        mask = self.mask()
+        assert mask[action[0]]
+        assert mask[3 + action[1]] or (action[1] == 0 and not mask[3:].any())
+        observation, *rest, _ = super().step(action)
+        return observation, *rest, {"action_mask": self.mask()}
+
+    def observation(self):
+        return np.eye(9, dtype=np.float32)[self.t]
+
+    def outcome(self, action):
+        return 1.0, self.t >= 8, False
+
+
+class AllValid(gym.Wrapper):
+    """Adds a mask that rules nothing out."""
+
+    def with_mask(self, infos):
+        return infos | {"action_mask": np.ones(gym.spaces.flatdim(self.action_space), np.int8)}
+
+    def reset(self, **kwargs):
+        observation, infos = self.env.reset(**kwargs)
+        return observation, self.with_mask(infos)
+
+    def step(self, action):
+        *rest, infos = self.env.step(action)
+        return *rest, self.with_mask(infos)
+
+
 class Stripes(gym.ObservationWrapper):
     """Shows numbers in [-1, 1] as stripes of a frame, from black to white."""
 
@@ -197,7 +251,16 @@ def as_image(cls):
     return lambda **kwargs: Stripes(cls(**kwargs))
 
 
-KINDS = [("", "two", lambda cls: cls), ("Box", "box", lambda cls: cls), ("Image", "two", as_image)]
+def as_masked(cls):
+    return lambda **kwargs: AllValid(cls(**kwargs))
+
+
+def as_it_is(cls):
+    return cls
+
+
+KINDS = [("", "two", as_it_is), ("Box", "box", as_it_is), ("Image", "two", as_image)]
+KINDS += [("Multi", "multi", as_it_is), ("Masked", "multi", as_masked)]
 PROBES = {"Endless": Probe, "Both": Both, "Clock": Clock, "Noise": Noise, "Score": Score}
 PROBES |= {"BrokenReward": BrokenReward, "Contextual": Contextual, "Leak": Leak, "Recall": Recall}
 for suffix, actions, form in KINDS:
@@ -205,6 +268,11 @@ for suffix, actions, form in KINDS:
     for name, cls in PROBES.items():
         register(f"{name}{suffix}", form(cls), actions=actions)
     for kind in OBSERVATIONS:
-        register(f"Observe_{kind}{suffix}", AnyObservation, limit=8, actions=actions, observations=kind)
+        any_observation = as_it_is(AnyObservation) if form is as_image else form(AnyObservation)
+        register(f"Observe_{kind}{suffix}", any_observation, limit=8, actions=actions, observations=kind)
 for kind in ACTIONS:
     register(f"Act_{kind}", Probe, limit=8, actions=kind)
+register("Mask", Mask)
+register("MaskEmpty", Mask, empty=True)
+for kind in ("two", "start", "matrix_multi", "start_multi"):
+    register(f"Masked_{kind}", as_masked(Probe), limit=8, actions=kind)

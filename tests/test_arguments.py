@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from helpers import VECTOR, continuous, make_args, run
+from helpers import DISTINCT, IMAGE, MULTI, VECTOR, continuous, make_args, multi, run
 
 BAD = [
     ({"num_envs": 0}, "--num-envs"),
@@ -50,6 +50,7 @@ def test_bad_normalizer_samples(script):
         script.Args(normalizer_samples=0)
 
 
+@pytest.mark.scripts(*DISTINCT)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -75,7 +76,7 @@ def test_help_states_each_flag(script):
     for name in vars(script.Args()):
         if name != "given":
             assert f"--{name.replace('_', '-')}" in done.stdout, name
-    assert ("g = N /" in done.stdout) == (script.__name__ in VECTOR)
+    assert ("g = N /" in done.stdout) == (script.__name__ in [*VECTOR, *MULTI])
 
 
 @pytest.mark.scripts("ppo", "ppo_shared")
@@ -133,7 +134,7 @@ def test_minibatches_of_whole_sequences(script):
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_derived_defaults_alone_are_never_refused(script, world_size, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    if script.__name__ not in VECTOR:
+    if script.__name__ in IMAGE:
         for num_envs in range(1, 300):
             assert script.Args(num_envs=num_envs).num_iterations >= 1
         return
@@ -143,7 +144,7 @@ def test_derived_defaults_alone_are_never_refused(script, world_size, monkeypatc
         assert args.minibatch_size >= 16
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_rates_and_sizes_grow_with_n(script):
     """Constant up to a point, then monotonic: a larger N never means a smaller batch or a smaller step."""
     sizes = [2**k for k in range(17)]
@@ -153,6 +154,7 @@ def test_rates_and_sizes_grow_with_n(script):
         assert values == sorted(values), name
     large = script.Args(num_envs=4096)
     expected = (32, 32, 5, 8.49e-4) if continuous(script) else (16, 32, 4, 8.41e-4)
+    expected = (32, 32, 4, 8.41e-4) if multi(script) else expected
     numbers = (large.num_steps, large.num_minibatches, large.update_epochs, large.learning_rate)
     assert numbers == pytest.approx(expected, rel=1e-2)
     assert large.batch_size % large.num_minibatches == 0
@@ -171,7 +173,7 @@ def test_what_is_typed_is_never_adjusted(script):
     assert args.given == typed | {"num_envs": 4096}
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_threads_follow_the_minibatch(script):
     assert script.Args(num_envs=4, num_steps=128, num_minibatches=4).torch_threads == 1
     large = script.Args(num_envs=4096, num_steps=16, num_minibatches=4, total_timesteps=10**7)

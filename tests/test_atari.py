@@ -348,7 +348,7 @@ def test_d22_scaling_images_to_0_1(script):
     assert batch.obs.dtype == batch.next_obs.dtype == torch.uint8
     assert batch.obs.max() > 1
     with torch.no_grad():
-        expected = agent.trunk(batch.obs.flatten(0, 1).float() / 255)
+        expected = agent.trunk(batch.obs.flatten(0, 1).permute(0, 3, 1, 2) / 255)
         assert torch.allclose(agent.hidden(batch.obs).flatten(0, 1), expected, atol=1e-5)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    MULTI,
     VECTOR,
     act,
     brute_force_gae,
@@ -16,6 +17,7 @@ from helpers import (
     loss_of,
     make_args,
     make_batch,
+    multi,
     only_run,
     recorded,
     rollout,
@@ -27,7 +29,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch import nn
 
 GAMMA, LAMBDA = 0.9, 0.95
-ROW_BY_ROW = [*VECTOR, "ppo_atari"]  # those whose minibatches are of single rows
+ROW_BY_ROW = [*VECTOR, *MULTI, "ppo_atari"]  # those whose minibatches are of single rows
 
 
 # ---- rollout ----
@@ -75,7 +77,7 @@ def test_d01_environments_start_differently(script):
 
 
 # ---- networks and optimizer ----
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_d02_orthogonal_initialization_and_constant_biases(script):
     _, _, agent, _ = build(script, "Clock")
     gains = []
@@ -330,7 +332,7 @@ def test_d12_explained_variance(script):
         assert debug["losses/explained_variance"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_d13_shared_and_separate_networks(script):
     """The policy's loss reaches a shared trunk; it leaves a separate critic alone."""
     _, agent, _, batch = recorded(script, "Clock")
@@ -467,10 +469,11 @@ def test_logprobs_are_those_of_the_policy_that_acted(script):
     """Frequencies of sampled actions agree with the probabilities that evaluate_actions() states."""
     _, _, agent, _ = build(script)
     n = 2_000 if images(script) else 20_000
-    obs = torch.as_tensor(frames(script, np.ones((1, 1))), dtype=agent.obs_dtype).expand(n, *agent.obs_shape)
+    obs = agent.normalize(frames(script, np.ones((1, 1)))).expand(n, *agent.obs_shape)
     torch.manual_seed(0)
     with torch.no_grad():
-        list(agent.actor.parameters())[-1].copy_(torch.tensor([0.7] if continuous(script) else [0.5, -0.5]))
+        bias = [0.7] if continuous(script) else [0.5, -0.5, 0, 0, 0] if multi(script) else [0.5, -0.5]
+        list(agent.actor.parameters())[-1].copy_(torch.tensor(bias))
         actions = act(script, agent, obs)
         batch = make_batch(script, obs=obs[None], actions=actions[None], valid=torch.ones(1, n))
         logprobs, entropy, _ = agent.evaluate_actions(batch)
@@ -480,5 +483,7 @@ def test_logprobs_are_those_of_the_policy_that_acted(script):
     if continuous(script):
         assert actions.mean().item() == pytest.approx(agent.actor(obs[0]).item(), abs=tolerance)
     else:
-        share = (actions == 1).float().mean().item()
-        assert share == pytest.approx(logprobs[0, actions == 1][0].exp().item(), abs=tolerance)
+        chosen = (actions == 1).reshape(n, -1).all(1)  # in every component
+        assert chosen.float().mean().item() == pytest.approx(
+            logprobs[0, chosen][0].exp().item(), abs=tolerance
+        )

@@ -5,13 +5,15 @@ import difflib
 import re
 
 import pytest
-from helpers import IMAGE, ROOT, SCRIPTS, VECTOR, images
+from helpers import IMAGE, MULTI, ROOT, SCRIPTS, VECTOR, images
 
 CORE = [f"D{i:02d}" for i in range(1, 13)] + ["A1", "A2", "A3"]
 TAGS = {
     "ppo": [*CORE, "D13"],
     "ppo_shared": [*CORE, "D13"],
     "ppo_continuous_action": [*CORE, "D13", *(f"D{i}" for i in range(23, 32))],
+    "ppo_multidiscrete": [*CORE, "D13", "D37"],
+    "ppo_multidiscrete_mask": [*CORE, "D13", "D37", "A4"],
     "ppo_atari": CORE + [f"D{i}" for i in range(14, 23)],
     "ppo_atari_lstm": CORE + [f"D{i}" for i in [*range(14, 23), *range(32, 37)]],
 }
@@ -52,27 +54,36 @@ TITLES = {
     "D34": "Reset LSTM states at episode end",
     "D35": "Sequential rollouts in mini-batches",
     "D36": "Reconstruct LSTM states during training",
+    "D37": "Independent components of MultiDiscrete actions",
     "A1": "Clip range annealing",
     "A2": "Parallelized gradient update",
     "A3": "Early stopping of the policy optimizations",
+    "A4": "Invalid action masking",
 }
 SECTIONS = [
     *("Imports", "Arguments", "Environments", "Networks", "Experience", "Advantages", "Loss", "Learning"),
     *("What was learned", "Training", "Command line"),
 ]
-ALL, NOT_RECURRENT = SCRIPTS, [name for name in SCRIPTS if not name.endswith("lstm")]
+ALL = SCRIPTS
+NOT_RECURRENT = [name for name in SCRIPTS if not name.endswith("lstm")]
+PLAIN = [name for name in NOT_RECURRENT if not name.endswith("mask")]
 # Functions and classes that are the same in several scripts, to the letter.
 COPIES = {
+    "make_vec of games": IMAGE,
+    "make_envs of games": IMAGE,
     **dict.fromkeys(
         ["BadInput", "num_cores", "env_kwargs", "ignored_interrupts", "derive_seed", "layer_init"], ALL
     ),
     **dict.fromkeys(["gae", "ppo_loss", "on_cpu", "save_checkpoint", "load_checkpoint"], ALL),
     **dict.fromkeys(["start_process", "gather", "noted_signals", "build", "open_run", "log_iteration"], ALL),
     "parse_args": ALL,
-    **dict.fromkeys(["Rollout", "rollout", "evaluate_rollout", "update", "evaluate_policy"], NOT_RECURRENT),
-    **dict.fromkeys(["load_agent", "train"], NOT_RECURRENT),
-    **dict.fromkeys(["EpisodeTracker", "hidden_layers"], VECTOR),
-    **dict.fromkeys(["ColorTwin", "make_vec", "make_envs"], IMAGE),
+    **dict.fromkeys(["evaluate_rollout", "update", "train"], NOT_RECURRENT),
+    **dict.fromkeys(["Rollout", "rollout", "evaluate_policy", "load_agent"], PLAIN),
+    "EpisodeTracker": [*VECTOR, "ppo_multidiscrete"],
+    "hidden_layers": VECTOR,
+    **dict.fromkeys(["start_java", "MicroRTS", "make_vec", "check_spaces"], MULTI),
+    "ColorTwin": IMAGE,
+    "make_envs": ["ppo", "ppo_shared", *MULTI],
 }
 
 
@@ -129,6 +140,7 @@ def parts(name) -> dict[str, str]:
 @pytest.mark.parametrize("copy", COPIES)
 def test_copies_are_equal(copy):
     first, *others = COPIES[copy]
+    copy = copy.removesuffix(" of games")
     original = parts(first)[copy].splitlines()
     for name in others:
         other = parts(name)[copy].splitlines()
@@ -152,16 +164,18 @@ def pins(text) -> dict[str, str]:
 def test_pins_of_the_script_block(script):
     """The block that `uv run` reads has the pins of requirements.txt, and just the packages that the script imports."""
     block = re.search(r"^# /// script\n(.*?)^# ///$", source(script), flags=re.M | re.S).group(1)
-    required = pins((ROOT / "requirements.txt").read_text())
+    files = ["requirements.txt", "requirements-microrts.txt"]
+    required = pins("".join((ROOT / file).read_text() for file in files))
     declared = pins(block)
     assert declared
     assert all(required[package] == line for package, line in declared.items())
     tree = ast.parse(source(script))
     imports = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imports |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    third_party = {name.replace("_", "-") for name in imports} & set(required)
+    third_party = {name.replace("_", "-").replace("jpype", "JPype1") for name in imports} & set(required)
     # Imported by torch.utils.tensorboard, gymnasium's RecordVideo and gymnasium's ResizeObservation.
     indirect = {"tensorboard", "moviepy"} | ({"opencv-python-headless"} if images(script) else set())
+    indirect |= {"gym-microrts"} if script.__name__ in MULTI else set()  # read for its jar, never imported
     assert set(declared) == third_party | indirect
 
 

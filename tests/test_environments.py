@@ -4,10 +4,23 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import VECTOR, build, continuous, images, make_args, rollout, run, small_flags
+from helpers import (
+    IMAGE,
+    MULTI,
+    VECTOR,
+    build,
+    continuous,
+    images,
+    make_args,
+    multi,
+    rollout,
+    run,
+    small_flags,
+)
 from probe_envs import OBSERVATIONS
 
 REFUSED = {"frames", "gray", "image", "sequence", "graph"}
+GRIDS = {"frames", "image"}  # for scripts with convolutions; gray frames are matrices there
 
 
 @pytest.mark.scripts(*VECTOR)
@@ -31,7 +44,24 @@ def test_observations_that_are_refused(script, kind):
         assert "ppo_atari.py" in str(error.value)
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*MULTI)
+@pytest.mark.parametrize("kind", [kind for kind in OBSERVATIONS if kind not in {"sequence", "graph"}])
+def test_observations_of_vectors_and_grids(script, kind):
+    args, envs, agent, _ = build(script, f"Observe_{kind}", num_envs=3, num_minibatches=1)
+    batch = rollout(script, agent, envs, args)
+    flat = (gym.spaces.flatdim(OBSERVATIONS[kind]),)
+    assert batch.obs.shape == (12, 3, *(OBSERVATIONS[kind].shape if kind in GRIDS else flat))
+    assert script.evaluate_rollout(agent, batch, args).values.shape == (12, 3)
+
+
+@pytest.mark.scripts(*MULTI)
+@pytest.mark.parametrize("kind", ["sequence", "graph"])
+def test_observations_that_are_neither(script, kind):
+    with pytest.raises(script.BadInput, match="observations "):
+        script.train(make_args(script, f"Observe_{kind}"))
+
+
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_one_hot_of_discrete_observations(script):
     args, envs, agent, _ = build(script, "Observe_discrete", num_minibatches=1)
     obs = rollout(script, agent, envs, args).obs
@@ -39,7 +69,7 @@ def test_one_hot_of_discrete_observations(script):
     assert torch.equal(obs.sum(-1), torch.ones(obs.shape[:2]))
 
 
-@pytest.mark.scripts("ppo", "ppo_shared", "ppo_atari", "ppo_atari_lstm")
+@pytest.mark.scripts("ppo", "ppo_shared", *IMAGE)
 def test_discrete_with_a_start(script):
     """The space counts from -1: legal actions are sent, those counted from 0 are stored. The probe checks legality."""
     env_id = "probe_envs:ConstImage-v0" if images(script) else "probe_envs:Act_start-v0"
@@ -83,7 +113,7 @@ def test_env_kwargs_must_be_a_json_object(script, kwargs):
 
 
 def test_env_kwargs_reach_the_environment(script):
-    other = "asymmetric" if continuous(script) else "start"
+    other = "asymmetric" if continuous(script) else "start_multi" if multi(script) else "start"
     _, envs, _, _ = build(script, env_kwargs=f'{{"actions": "{other}"}}')
     assert envs.single_action_space != gym.make(make_args(script).env_id).action_space
 

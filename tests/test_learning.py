@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import IMAGE, VECTOR, continuous, frames, images, make_args, value
+from helpers import IMAGE, MULTI, VECTOR, continuous, frames, images, make_args, value
 
 GAMMA, LAMBDA = 0.9, 0.95
 LSTM = "ppo_atari_lstm"
@@ -26,21 +26,21 @@ def value_of(script, env, obs, **changes):
 ONE = np.ones((1, 1))
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_time_limits_bootstrap(script):
     """1 / (1 - 0.9): time limits do not exist for the value function. 9.67, 3.87 and 3.71 are known mistakes."""
     values, _ = value_of(script, "Const", ONE)
     assert values[0] == pytest.approx(10.0, rel=0.02)
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_terminations_end_the_value(script):
     """All states look the same, so the value is the mean over an episode's 8 lambda-returns: 3.71."""
     values, _ = value_of(script, "Both", ONE)
     assert values[0] == pytest.approx(3.71, rel=0.02)
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_time_limits_as_death(script):
     """--no-bootstrap-truncation: as baselines, a time limit is a termination."""
     values, _ = value_of(script, "Const", ONE, bootstrap_truncation=False)
@@ -67,14 +67,14 @@ def test_memory(script, env, low, high):
     assert low <= script.train(make_args(script, env, **flags))["episodic_return"] <= high
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_values_along_an_episode(script):
     """A clock with reward 1 at its end, after 5 steps: 0.9^4, 0.9^3, ... 1."""
     values, _ = value_of(script, "Clock", np.eye(6)[:5], anneal_lr=True)
     assert values == pytest.approx(GAMMA ** np.arange(4, -1, -1), rel=0.03)
 
 
-@pytest.mark.scripts(*VECTOR)
+@pytest.mark.scripts(*VECTOR, *MULTI)
 def test_fillers_teach_nothing(script):
     """Only fillers show the clock's last observation: the weights of that input never move."""
     args = make_args(script, "Clock", total_timesteps=20_000, learning_rate=3e-3)

@@ -303,7 +303,7 @@ MUTANTS = [
     ("D19", A, "reward_clipping=False", "reward_clipping=True", test_atari.test_d19_clip_reward_env),
     ("D20", A, "stack=4", "stack=3", test_atari.test_d20_frame_stack),
     ("D21", A, "self.critic(hidden)", "self.critic(hidden.detach())", test_atari.test_d21_shared_nature_cnn),
-    ("D22", A, "self.trunk(x / 255)", "self.trunk(x / 256)", test_atari.test_d22_scaling_images_to_0_1),
+    ("D22", A, "x.div_(255)", "x.div_(256)", test_atari.test_d22_scaling_images_to_0_1),
     (
         "D32",
         L,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    DISTINCT,
     ROOT,
     act,
     build,
@@ -63,6 +64,7 @@ def test_scalars(script):
     assert result["sps"] > 0
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_no_episode_has_ended(script):
     """Nothing is invented: None, no scalar, and the console says so."""
     result = script.train(make_args(script, "Endless"))
@@ -72,6 +74,7 @@ def test_no_episode_has_ended(script):
     assert "no episode has ended" in done.stderr
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_run_folder(script):
     """Events, the script, the checkpoint; a second run gets a folder of its own."""
     args = make_args(script)
@@ -88,6 +91,7 @@ def test_run_folder(script):
         assert (folder / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_stderr_holds_the_progress_bar_only(script):
     done = run(script.__file__, *small_flags(script))
     assert done.returncode == 0
@@ -112,6 +116,7 @@ def test_same_seed_same_numbers(script):
     assert logs[0] != logs[2]
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_evaluation_never_changes_training(script):
     flags = {"norm_obs": True, "norm_reward": True} if continuous(script) else {}
     results = [script.train(make_args(script, "Noise", eval_episodes=k, **flags)) for k in (0, 3)]
@@ -123,6 +128,7 @@ def test_evaluation_never_changes_training(script):
 
 
 # ---- checkpoints ----
+@pytest.mark.scripts(*DISTINCT)
 def test_checkpoint_opens_with_the_defaults_of_torch(script):
     """Tensors on the CPU and plain values, so that weights_only loading takes it; no part file is left."""
     result = script.train(make_args(script))
@@ -145,6 +151,7 @@ def test_load_agent(script):
     assert actions.flatten()[0] < actions.flatten()[1]
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_what_is_no_checkpoint(script):
     Path("notes.txt").write_text("not a checkpoint")
     for path in ("notes.txt", "missing.pt", "."):
@@ -152,6 +159,7 @@ def test_what_is_no_checkpoint(script):
             script.Args(resume=path)
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_checkpoint_interval(script, monkeypatch):
     saved, save = [], script.save_checkpoint
 
@@ -164,6 +172,7 @@ def test_checkpoint_interval(script, monkeypatch):
     assert saved == [4, 8, 10]
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_not_finite_stops_and_keeps_the_last_good_checkpoint(script):
     """The 40th reward of each environment is NaN: iteration 4 of 12 steps stops, iteration 3 was saved."""
     with pytest.raises(FloatingPointError, match="iteration 4"):
@@ -177,6 +186,7 @@ def test_not_finite_stops_and_keeps_the_last_good_checkpoint(script):
 
 
 # ---- resuming ----
+@pytest.mark.scripts(*DISTINCT)
 def test_resume_is_exact_where_episodes_allow(script):
     """8 steps and a filler, T = 18: every rollout ends on a filler, so 5 + 5 iterations equal 10, bit for bit."""
     flags = {"norm_obs": True, "norm_reward": True} if continuous(script) else {}
@@ -230,6 +240,7 @@ def test_first_update_after_a_resume(script):
     )
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_resume_keeps_flags_and_derives_the_rest_anew(script):
     """What was typed then is the default, what is typed now wins, also where it equals the script's default."""
     default_envs = script.Args().num_envs
@@ -251,6 +262,7 @@ def test_resume_keeps_flags_and_derives_the_rest_anew(script):
     assert min(step for step, _ in scalars(second)["losses/entropy"]) > 160
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_a_finished_run_is_not_trained_again(script):
     result = script.train(make_args(script))
     with pytest.raises(script.BadInput, match="--resume"):
@@ -276,6 +288,7 @@ def start(script, *flags, launcher=()):
     return process
 
 
+@pytest.mark.scripts(*DISTINCT)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_save_and_exit(script, number, status):
     process = start(script, *small_flags(script, iterations=10**6), "--checkpoint-interval", 7)
@@ -292,6 +305,7 @@ def test_signals_save_and_exit(script, number, status):
     assert resumed["global_step"] > checkpoint["progress"]["global_step"]
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_ctrl_c_with_processes_for_environments(script):
     """A terminal sends Ctrl-C to all of them; the environments must live on until the checkpoint is written."""
     command = [sys.executable, script.__file__, *small_flags(script, iterations=10**6), "--async-envs"]
@@ -312,6 +326,7 @@ def test_ctrl_c_with_processes_for_environments(script):
     assert process.returncode == 130, output
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_kill_leaves_a_readable_checkpoint(script):
     """Checkpoints are written all the time here; kill -9 hits wherever it hits."""
     for attempt in range(3):
@@ -383,6 +398,7 @@ def test_evaluation_is_deterministic_and_frozen(script):
     assert torch.equal(weights(agent), before)
 
 
+@pytest.mark.scripts(*DISTINCT)
 def test_evaluation_ends_though_episodes_do_not(script):
     args, _, agent, _ = build(script, "Endless")
     assert script.evaluate_policy(agent, script.make_envs(args, 1, 5), 2, max_steps=50) == []

