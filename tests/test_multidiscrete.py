@@ -125,7 +125,7 @@ def test_a4_invalid_action_masking(script):
         assert not (chosen.bool() & ~masks[0]).any()
 
     logits = agent.actor(batch.obs).detach().requires_grad_()
-    agent.through = lambda network, obs: logits if network is agent.actor else network(obs)
+    agent.run_network = lambda network, obs: logits if network is agent.actor else network(obs)
     batch = batch._replace(actions=actions[None])
     logprobs, entropies, _ = agent.evaluate_actions(batch)
     expected = [
@@ -217,6 +217,23 @@ def test_tasks_of_microrts(script, task):
         seen.append(history)
     assert seen[0] == seen[1]
     assert (seen[0] == seen[2]) == ("Random" not in task)
+
+
+def test_games_of_microrts_keep_to_themselves(script):
+    """What opponents draw from is partly shared by all games of the process; other environments change nothing."""
+    seen = []
+    for disturbed in (False, True):
+        envs, other = (
+            script.make_envs(script.Args(env_id=TASKS[4], num_envs=2), 2, seed) for seed in (7, 99)
+        )
+        history = []
+        for t in range(60):
+            if disturbed and t % 3 == 0:
+                other.step(np.zeros((2, 8), np.int64))
+            envs.step(np.zeros((2, 8), np.int64))
+            history.append(envs.obs.tobytes())
+        seen.append(history)
+    assert seen[0] == seen[1]
 
 
 def test_masks_of_microrts(script):

@@ -303,7 +303,7 @@ MUTANTS = [
     ("D19", A, "reward_clipping=False", "reward_clipping=True", test_atari.test_d19_clip_reward_env),
     ("D20", A, "stack=4", "stack=3", test_atari.test_d20_frame_stack),
     ("D21", A, "self.critic(hidden)", "self.critic(hidden.detach())", test_atari.test_d21_shared_nature_cnn),
-    ("D22", A, "x.div_(255)", "x.div_(256)", test_atari.test_d22_scaling_images_to_0_1),
+    ("D22", A, "x.float().div_(255)", "x.float().div_(256)", test_atari.test_d22_scaling_images_to_0_1),
     (
         "D32",
         L,
@@ -313,8 +313,8 @@ MUTANTS = [
     ),
     ("D33", L, "torch.zeros(2, n", "torch.ones(2, n", test_atari.test_d33_initialize_lstm_states_to_zeros),
     ("D34", L, "state * (1 - start)", "state * (1 + start)", test_atari.test_d34_stretches_equal_rows),
-    ("D34", L, " & ~self.fillers\n", "\n", test_atari.test_d34_reset_lstm_states_at_episode_end),
-    ("D34", L, "(were_fillers | ", "(", test_atari.test_d34_starts_after_lost_lives),
+    ("D34", L, " & ~self.fillers\n", "\n", test_atari.test_d34_starts_after_lost_lives),
+    ("D34", L, "(were_fillers | ", "(", test_atari.test_d34_reset_lstm_states_at_episode_end),
     (
         "D35",
         L,

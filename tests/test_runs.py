@@ -147,8 +147,8 @@ def test_load_agent(script):
     raw_obs = frames(script, np.array([[-1.0], [1.0]]))
     with torch.no_grad():
         actions = agent.env_actions(act(script, agent, agent.normalize(raw_obs), deterministic=True))
-    assert actions.shape == ((2, 1) if continuous(script) else (2,))
-    assert actions.flatten()[0] < actions.flatten()[1]
+    assert actions.shape == (2, *agent.action_shape)
+    assert actions.reshape(2, -1)[0, 0] < actions.reshape(2, -1)[1, 0]
 
 
 @pytest.mark.scripts(*DISTINCT)

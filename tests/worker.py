@@ -51,7 +51,6 @@ def main(name, folder):
         moments.merge()
         result["moments"] = [moments.count, moments.mean, torch.as_tensor(moments.std)]
     torch.save(result, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 def moment_rows():
