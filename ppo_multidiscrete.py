@@ -477,14 +477,15 @@ class Agent(nn.Module):
         self.critic = nn.Sequential(*hidden_layers(self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
         output = layer_init(nn.Linear(64, int(self.nvec.sum())), std=0.01)
         self.actor = nn.Sequential(*hidden_layers(self.obs_shape), output)
-        # Components are the rows of one (A, K) matrix, padded to the longest: `columns` says which logit goes
-        # where, `exists` which places are no padding.
+        # Logits of all components stand side by side, S = sum of nvec in all: `starts` says where each
+        # component starts, `membership` (S, A) which is part of which, `places` where they go in an (A, K)
+        # matrix.
         nvec = self.nvec.ravel()
-        exists = np.arange(nvec.max()) < nvec[:, None]  # (A, K)
-        columns = np.zeros(exists.shape, np.int64)
-        columns[exists] = np.arange(nvec.sum())
-        self.register_buffer("exists", torch.as_tensor(exists), persistent=False)
-        self.register_buffer("columns", torch.as_tensor(columns), persistent=False)
+        places = np.flatnonzero(np.arange(nvec.max()) < nvec[:, None])
+        membership = np.repeat(np.eye(len(nvec), dtype=np.float32), nvec, axis=0)
+        self.register_buffer("starts", torch.as_tensor(np.cumsum([0, *nvec[:-1]])), persistent=False)
+        self.register_buffer("membership", torch.as_tensor(membership), persistent=False)
+        self.register_buffer("places", torch.as_tensor(places), persistent=False)
 
     def run_network(self, network, obs) -> Tensor:
         """The output of the network for (..., *obs_shape)."""
@@ -494,10 +495,14 @@ class Agent(nn.Module):
         return network(cells).unflatten(0, obs.shape[:-3])
 
     def logits(self, obs) -> Tensor:
-        """(..., *obs_shape) -> (..., A, K), with probability 0 where a component has no such choice."""
-        flat = self.run_network(self.actor, obs)  # (..., sum of nvec)
-        logits = flat.index_select(-1, self.columns.flatten()).unflatten(-1, self.columns.shape)
-        return logits.where(self.exists, torch.finfo(logits.dtype).min)
+        """(..., *obs_shape) -> (..., S)"""
+        return self.run_network(self.actor, obs)
+
+    def by_component(self, flat) -> Tensor:
+        """(..., S) -> (..., A, K), padded with very low numbers."""
+        shape = (len(self.starts), int(self.nvec.max()))
+        low = flat.new_full((*flat.shape[:-1], math.prod(shape)), torch.finfo(flat.dtype).min)
+        return low.index_copy(-1, self.places, flat).unflatten(-1, shape)
 
     def normalize(self, raw_obs) -> Tensor:
         """(n, ...) from the environments -> (n, *obs_shape) for the networks."""
@@ -522,11 +527,11 @@ class Agent(nn.Module):
 
     def act(self, obs, deterministic=False) -> Tensor:
         """(n, *obs_shape) -> (n, A), sampled or the most likely ones, counted from 0."""
-        logits = self.logits(obs)  # (n, A, K)
+        logits = self.logits(obs)  # (n, S)
         if not deterministic:
             # Minus the log of Exp(1) is Gumbel noise; the argmax of logits + noise samples the softmax.
             logits = logits - torch.empty_like(logits).exponential_().log()
-        return logits.argmax(-1)
+        return self.by_component(logits).argmax(-1)
 
     def env_actions(self, actions) -> np.ndarray:
         """Actions as the environments take them."""
@@ -535,12 +540,18 @@ class Agent(nn.Module):
 
     def evaluate_actions(self, batch) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of batch.actions, entropies and values, each in the shape of batch.valid."""
-        all_logprobs = self.logits(batch.obs).log_softmax(-1)  # (..., A, K)
-        logprobs = all_logprobs.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)  # (..., A)
+        logits = self.logits(batch.obs)  # (..., S)
+        # The log-softmax of each component, for all at once; its maximum is taken off so that exp() cannot
+        # overflow.
+        maxima = self.by_component(logits.detach()).amax(-1)  # (..., A)
+        logits = logits - maxima @ self.membership.T
+        log_sums = (logits.exp() @ self.membership).log()  # (..., A)
+        all_logprobs = logits - log_sums @ self.membership.T
         # [D37] Independent components of MultiDiscrete actions: the joint probability is the product of
         # theirs, so log-probabilities and entropies add up.
-        entropies = -(all_logprobs.exp() * all_logprobs).sum((-1, -2))
-        return logprobs.sum(-1), entropies, self.get_value(batch.obs)
+        logprobs = all_logprobs.gather(-1, batch.actions + self.starts).sum(-1)
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return logprobs, entropies, self.get_value(batch.obs)
 
 
 # ---- 5. Experience: rollout() ----

@@ -113,8 +113,8 @@ def test_a4_invalid_action_masking(script):
     for first in (0, 2, 5, 9):
         masks[..., first + 1] = True  # something is valid in each component
     batch = batch._replace(masks=masks)
-    probabilities = agent.logits(batch.obs, masks).softmax(-1)
-    flat = probabilities[0][:, agent.exists]  # (200, 14)
+    parts = agent.logits(batch.obs, masks)[0].split([2, 3, 4, 5], -1)
+    flat = torch.cat([part.softmax(-1) for part in parts], -1)  # (200, 14)
     assert (flat[~masks[0]] == 0).all()
     assert (flat[masks[0]] > 0).all()
     for _ in range(20):
