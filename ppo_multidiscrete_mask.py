@@ -6,6 +6,9 @@
     python ppo_multidiscrete_mask.py --env-id my_module:MyEnv-v0
     python ppo_multidiscrete_mask.py --help               # every flag, with its meaning and default
 
+Seeds 1, 2 and 3, one core each, 300,000 steps: the first command ends at a return of 200, in 2 to 4.5 minutes,
+the second at 40, in 3 to 6 minutes.
+
 A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
 environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.
 Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows of a batch, M rows of a
