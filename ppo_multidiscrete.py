@@ -6,13 +6,13 @@
     python ppo_multidiscrete.py --env-id my_module:MyEnv-v0
     python ppo_multidiscrete.py --help               # every flag, with its meaning and default
 
-Seeds 1, 2 and 3, one core each, 300,000 steps: the first command ends at a return of 133, in 1.5 to 3 minutes.
+Seeds 1, 2 and 3, one core each, 300,000 steps: the first command ends at 133, in 1.5 to 3 minutes.
 
 A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
 environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.
 Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows of a batch, M rows of a
-minibatch, A components of an action, K choices of the longest component, D numbers of an observation, I
-iterations. Sections 5 to 8 follow one iteration.
+minibatch, A components of an action, K choices of the longest and S choices of all of them, D numbers of an
+observation, I iterations. Sections 5 to 8 follow one iteration.
 
 Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
 2022, "The 37 Implementation Details of Proximal Policy Optimization", which numbers the tags [D01] to [D37];
@@ -479,7 +479,7 @@ class Agent(nn.Module):
         self.critic = nn.Sequential(*hidden_layers(self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
         output = layer_init(nn.Linear(64, int(self.nvec.sum())), std=0.01)
         self.actor = nn.Sequential(*hidden_layers(self.obs_shape), output)
-        # Logits of all components stand side by side, S = sum of nvec in all: `starts` says where each
+        # Logits of all components stand side by side, S in all: `starts` says where each
         # component starts, `membership` (S, A) which is part of which, `places` where they go in an (A, K)
         # matrix.
         nvec = self.nvec.ravel()
