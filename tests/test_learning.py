@@ -47,11 +47,16 @@ def test_time_limits_as_death(script):
     assert values[0] == pytest.approx(3.71, rel=0.02)
 
 
-@pytest.mark.scripts(*IMAGE)
-def test_values_of_images(script):
-    """1 / (1 - 0.8) without an end. With one after 8 steps, an LSTM knows them apart and values the first of them."""
+@pytest.mark.scripts("ppo_atari")
+def test_time_limits_bootstrap_with_images(script):
+    """1 / (1 - 0.8)."""
     values, _ = value_of(script, "Const", ONE, **SMALL)
-    assert values[0] == pytest.approx(5.0, rel=0.08 if script.__name__ == LSTM else 0.02)
+    assert values[0] == pytest.approx(5.0, rel=0.02)
+
+
+@pytest.mark.scripts(*IMAGE)
+def test_terminations_end_the_value_of_images(script):
+    """An LSTM knows the 8 steps apart, and this is the value of the first; others have one value for all of them."""
     values, _ = value_of(script, "Both", ONE, **SMALL)
     memoryless = 2.967  # where the mean of the 8 lambda-returns is the value itself
     assert values[0] == pytest.approx((1 - 0.8**8) / 0.2 if script.__name__ == LSTM else memoryless, rel=0.03)
@@ -59,11 +64,13 @@ def test_values_of_images(script):
 
 @pytest.mark.scripts(LSTM)
 @pytest.mark.slow
-@pytest.mark.parametrize(("env", "low", "high"), [("Recall", 0.9, 1.0), ("Leak", 0.3, 0.7)])
-def test_memory(script, env, low, high):
+@pytest.mark.parametrize(
+    ("env", "iterations", "low", "high"), [("Recall", 30, 0.9, 1.0), ("Leak", 18, 0.3, 0.7)]
+)
+def test_memory(script, env, iterations, low, high):
     """It holds what an episode showed 3 steps ago (0.5 without), and nothing of the episode before (1.0 with that)."""
     flags = {"num_envs": 16, "num_steps": 20, "num_minibatches": 4, "update_epochs": 4, "gamma": GAMMA}
-    flags |= {"learning_rate": 7e-4, "ent_coef": 0.0, "torch_threads": 1, "total_timesteps": 320 * 30}
+    flags |= {"learning_rate": 7e-4, "ent_coef": 0.0, "torch_threads": 1, "total_timesteps": 320 * iterations}
     assert low <= script.train(make_args(script, env, **flags))["episodic_return"] <= high
 
 
