@@ -608,7 +608,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     # [D08] Clipped surrogate objective: a ratio that left the clip range on the side that pays gets no
     # gradient; one that left it on the other side is still called back.
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    policy_loss = (torch.maximum(-advantages * ratio, -advantages * clipped_ratio) * weights).sum()
+    policy_losses = -torch.minimum(advantages * ratio, advantages * clipped_ratio)
 
     squared_errors = (values - batch.returns).square()
     if args.clip_vloss:
@@ -616,23 +616,24 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
         # a range around the old one.
         clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
-    value_loss = 0.5 * (squared_errors * weights).sum()
-
-    # [D10] Overall loss and entropy bonus: one loss, and so one optimizer, for policy and value.
-    entropy = (entropies * weights).sum()
-    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
 
     # [D12] Debug variables: means over all minibatches of an iteration; many ports log only the last one. The
     # KL divergence is estimated twice, by k1 and k3 of joschu.net/blog/kl-approx.html; k3 is never negative.
-    clipped = ((ratio - 1).abs() > clip_coef).float()
-    means = [(x * weights).sum() for x in (-log_ratio, ratio - 1 - log_ratio, clipped)]
-    return loss, torch.stack([policy_loss, value_loss, entropy, *means]).detach()
+    with torch.no_grad():
+        debugs = [-log_ratio, ratio - 1 - log_ratio, ((ratio - 1).abs() > clip_coef).float()]
+    terms = torch.stack([policy_losses, 0.5 * squared_errors, entropies, *debugs])
+    means = terms.flatten(1) @ weights.flatten()  # (6,)
+
+    # [D10] Overall loss and entropy bonus: one loss, and so one optimizer, for policy and value.
+    policy_loss, value_loss, entropy = means[:3]
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    return loss, means.detach()
 
 
 # ---- 8. Learning: update() ----
 def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
     """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
-    device, parameters = batch.valid.device, list(agent.parameters())
+    device, (flat,) = batch.valid.device, optimizer.param_groups[0]["params"]
     unread = dict.fromkeys(["rewards", "terminations", "dones", "next_obs"])  # by the loss
     columns = [None if x is None else x.flatten(0, 1) for x in batch._replace(**unread)]  # (B, ...) each
     clip_coef, debugs, steps = torch.tensor(clip_coef, device=device), [], 0
@@ -641,17 +642,18 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
     for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
         minibatch = Rollout(*(None if x is None else x[rows] for x in columns))
         loss, debug = loss_fn(agent, minibatch, clip_coef, args)
-        optimizer.zero_grad()
+        flat.grad.zero_()  # optimizer.zero_grad() would take the gradients out of their vector
         loss.backward()
         if dist.is_initialized():
             # [A2] Parallelized gradient update: the mean over the real rows of all processes. K processes
             # with N environments step as one with K * N, but each normalizes its own advantages.
-            averaged = [debug, *(parameter.grad for parameter in parameters), torch.ones(1, device=device)]
-            sums = nn.utils.parameters_to_vector(averaged) * minibatch.valid.sum()
+            sums = torch.cat([debug, flat.grad, torch.ones(1, device=device)]) * minibatch.valid.sum()
             dist.all_reduce(sums)
-            nn.utils.vector_to_parameters(sums / sums[-1].clamp(min=1), averaged)
+            averaged = sums[:-1] / sums[-1].clamp(min=1)
+            debug, flat.grad[:] = averaged.split([len(debug), len(flat)])
         # [D11] Global gradient clipping: by one norm over all parameters.
-        grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        grad_norm = flat.grad.norm()
+        flat.grad *= (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
         debugs.append(torch.cat([debug, grad_norm[None]]))
         # [A3] Early stopping of the policy optimizations: the step that would lead even further is not taken.
         if args.target_kl is not None and debug[DEBUG.index("losses/approx_kl")] > args.target_kl:
@@ -757,13 +759,24 @@ def noted_signals():
             signal.signal(each, handler)
 
 
+def flatten_parameters(agent) -> nn.Parameter:
+    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step."""
+    flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
+    nn.utils.vector_to_parameters(flat.detach(), agent.parameters())
+    flat.grad = torch.zeros_like(flat)
+    gradients = flat.grad.split([parameter.numel() for parameter in agent.parameters()])
+    for parameter, gradient in zip(agent.parameters(), gradients, strict=True):
+        parameter.grad = gradient.view_as(parameter)
+    return flat
+
+
 def build(args, rank, device, saved, iterations_done) -> tuple:
     """Environments, agent, optimizer: new, or as in the checkpoint `saved`."""
     envs = make_envs(args, args.num_envs, derive_seed(args.seed, rank, iterations_done))
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
     # [D03] Adam epsilon 1e-5: with PyTorch's 1e-8, parameters with tiny gradients would take full steps.
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam([flatten_parameters(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
     torch.manual_seed(derive_seed(args.seed, rank, iterations_done))  # other actions and shuffles in each
     if saved:
         agent.load_state_dict(saved["agent"])
@@ -792,16 +805,13 @@ def open_run(args, envs, agent) -> tuple:
     writer.add_text("args", "\n".join(f"    {f.name}: {getattr(args, f.name)}" for f in fields(args)))
     device = next(agent.parameters()).device
     print(f"{args.env_id} by {type(envs.unwrapped).__name__}, learning on {device}; logs in {folder}")
-    megabytes = (
-        (args.batch_size + args.num_envs) * math.prod(agent.obs_shape) * agent.obs_dtype.itemsize / 1e6
-    )
+    size = (args.batch_size + args.num_envs) * math.prod(agent.obs_shape) * agent.obs_dtype.itemsize
     batch = f"{args.num_envs} envs x {args.num_steps} steps = {args.batch_size:,} rows per iteration"
     learning = f"{args.update_epochs} epochs x {args.num_minibatches} minibatches of {args.minibatch_size:,}"
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
-    print(
-        f"{batch} ({megabytes:,.1f} MB); {learning}{processes}; {args.num_iterations:,} iterations", end="; "
-    )
-    print(f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}", flush=True)
+    rate = f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}"
+    iterations = f"{args.num_iterations:,} iterations; {rate}"
+    print(f"{batch} ({size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
     return folder, writer, eval_envs
 
 

@@ -1,5 +1,6 @@
 """Each detail of the algorithm by its behavior; test names start with the tag, as the comments in the scripts do."""
 
+import copy
 import math
 
 import numpy as np
@@ -338,7 +339,7 @@ def test_d13_shared_and_separate_networks(script):
     _, agent, _, batch = recorded(script, "Clock")
     logprobs, _, _ = agent.evaluate_actions(batch)
     logprobs.sum().backward()
-    reached = {name.split(".")[0] for name, p in agent.named_parameters() if p.grad is not None}
+    reached = {name.split(".")[0] for name, p in agent.named_parameters() if p.grad.any()}
     assert "critic" not in reached
     assert ("trunk" in reached) == (script.__name__ == "ppo_shared")
     hidden = [m for m in agent.modules() if isinstance(m, nn.Linear) and m.out_features == 64]
@@ -423,6 +424,27 @@ def test_d11_global_gradient_clipping(script):
     norm = torch.cat([p.grad.flatten() for p in agent.parameters()]).norm().item()
     assert norm == pytest.approx(0.5, rel=1e-4)
     assert debug["losses/grad_norm"] > 1
+
+
+def test_d11_one_vector_of_parameters_equals_separate_ones(script):
+    """PyTorch's own clipping and Adam over the separate parameters lead to the same weights."""
+    args, agent, optimizer, batch = recorded(script, "Noise", num_minibatches=2, learning_rate=1e-3)
+    batch = batch._replace(returns=batch.returns + 100)
+    separate = copy.deepcopy(agent)
+    oracle = torch.optim.Adam(separate.parameters(), lr=optimizer.param_groups[0]["lr"], eps=1e-5)
+
+    def spy(agent, minibatch, clip_coef, args):
+        oracle.zero_grad()
+        script.ppo_loss(separate, minibatch, clip_coef, args)[0].backward()
+        nn.utils.clip_grad_norm_(separate.parameters(), args.max_grad_norm)
+        oracle.step()
+        return script.ppo_loss(agent, minibatch, clip_coef, args)
+
+    before = nn.utils.parameters_to_vector(agent.parameters())
+    script.update(agent, optimizer, batch, args, 0.2, spy)
+    ours, theirs = (nn.utils.parameters_to_vector(each.parameters()) for each in (agent, separate))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert (ours - before).abs().max() > 5e-4
 
 
 def test_a3_early_stopping_of_the_policy_optimizations(script):

@@ -131,15 +131,15 @@ MUTANTS = [
     (
         "D08",
         P,
-        "torch.maximum(-advantages * ratio, -advantages * clipped_ratio)",
-        "-advantages * clipped_ratio",
+        "torch.minimum(advantages * ratio, advantages * clipped_ratio)",
+        "(advantages * clipped_ratio)",
         test_details.test_d08_clipped_surrogate_objective,
     ),
     (
         "D08",
         P,
-        "torch.maximum(-advantages * ratio,",
-        "torch.minimum(-advantages * ratio,",
+        "torch.minimum(advantages * ratio,",
+        "torch.maximum(advantages * ratio,",
         test_details.test_d08_clipped_surrogate_objective,
     ),
     (
@@ -149,7 +149,13 @@ MUTANTS = [
         "squared_errors = torch.minimum(squared_errors, ",
         test_details.test_d09_value_function_loss_clipping,
     ),
-    ("D09", P, "value_loss = 0.5 * ", "value_loss = ", test_details.test_d09_value_function_loss_clipping),
+    (
+        "D09",
+        P,
+        "0.5 * squared_errors,",
+        "squared_errors,",
+        test_details.test_d09_value_function_loss_clipping,
+    ),
     (
         "D10",
         P,
@@ -160,8 +166,8 @@ MUTANTS = [
     (
         "D11",
         P,
-        "nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)",
-        "torch.stack([nn.utils.clip_grad_norm_([p], args.max_grad_norm) for p in parameters]).max()",
+        "grad_norm = flat.grad.norm()",
+        "grad_norm = flat.grad.norm(); flat = next(agent.parameters())",
         test_details.test_d11_global_gradient_clipping,
     ),
     (
@@ -238,7 +244,7 @@ MUTANTS = [
         "D26",
         C,
         "return self.critic(obs).squeeze(-1)",
-        "return self.critic(obs).squeeze(-1) + 0 * self.actor(obs).sum(-1)",
+        "return self.critic(obs).squeeze(-1) + 0.1 * self.actor(obs).sum(-1)",
         test_continuous.test_d26_separate_mlp_networks_for_continuous_control,
     ),
     (
@@ -332,8 +338,8 @@ MUTANTS = [
     (
         "fillers",
         P,
-        "* weights).sum()\n\n    squared",
-        ").mean()\n\n    squared",
+        "terms.flatten(1) @ weights.flatten()",
+        "terms.flatten(1).mean(1)",
         test_learning.test_fillers_teach_nothing,
     ),
 ]
