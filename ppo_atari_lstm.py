@@ -40,6 +40,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -62,7 +63,10 @@ from tqdm import tqdm
 
 # ---- 2. Arguments: Args ----
 class BadInput(ValueError):
-    """A flag or a space that cannot be served; on the command line, exit status 2."""
+    """A flag or a space that cannot be served, in one line; on the command line, exit status 2."""
+
+    def __init__(self, sentence):
+        super().__init__(" ".join(sentence.split()))
 
 
 def num_cores() -> int:
@@ -150,8 +154,9 @@ class Args:
             vars(self).update(given)
         self.given = given  # for checkpoints, without what follows from it: a resumed run derives that anew
 
-        ranges = dict.fromkeys(["num_envs", "num_steps", "num_minibatches", "update_epochs"], (1, 1e15))
-        ranges |= dict.fromkeys(["total_timesteps", "torch_threads", "checkpoint_interval"], (1, 1e15))
+        ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 2**24)) | {"torch_threads": (1, 1024)}
+        ranges |= dict.fromkeys(["num_minibatches", "update_epochs", "total_timesteps"], (1, 1e15))
+        ranges |= dict.fromkeys(["checkpoint_interval"], (1, 1e15))
         ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
         ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1)) | {"repeat_action_probability": (0, 0.99)}
         ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
@@ -642,7 +647,7 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
     clip_coef, debugs, steps = torch.tensor(clip_coef, device=device), [], 0
     # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
     # [D35] Sequential rollouts in mini-batches: all T rows of some environments, in their order.
-    shuffles = [torch.randperm(args.num_envs, device=device) for _ in range(args.update_epochs)]
+    shuffles = (torch.randperm(args.num_envs, device=device) for _ in range(args.update_epochs))
     for chosen in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
         minibatch = Rollout(*(None if x is None else x[:, chosen] for x in columns))
         loss, debug = loss_fn(agent, minibatch, clip_coef, args)
@@ -801,8 +806,8 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
 
 def open_run(args, envs, agent) -> tuple:
     """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
-    env_name = args.env_id.replace("/", "-").replace(":", "-")
-    folder = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}")
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}")[:200]  # legal on any file system
+    folder = Path("runs", f"{name}__{args.seed}__{time.time_ns() // 10**6}")
     folder.mkdir(parents=True)
     (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
     eval_envs = None
@@ -858,7 +863,7 @@ def train(args) -> dict:
     bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
     signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
     state = agent.initial_state(args.num_envs)
-    with noted_signals() as noted, bar:
+    with contextlib.closing(envs), noted_signals() as noted, bar:
         for iteration in range(iterations_done + 1, args.num_iterations + 1):
             iteration_started = time.perf_counter()
             remaining = 1 - (iteration - 1) / args.num_iterations
@@ -904,7 +909,7 @@ def train(args) -> dict:
         mean = np.mean(eval_returns) if eval_returns else math.nan
         writer.add_scalar("eval/episodic_return", mean, progress["global_step"])
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
-    for resource in (envs, eval_envs, writer):
+    for resource in (eval_envs, writer):
         if resource is not None:
             resource.close()
     if dist.is_initialized() and device.type == "cuda":

@@ -39,6 +39,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -51,7 +52,7 @@ from typing import Literal, NamedTuple
 
 import envpool
 import gymnasium as gym
-import mujoco
+import mujoco.rollout
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -63,7 +64,10 @@ from tqdm import tqdm
 
 # ---- 2. Arguments: Args ----
 class BadInput(ValueError):
-    """A flag or a space that cannot be served; on the command line, exit status 2."""
+    """A flag or a space that cannot be served, in one line; on the command line, exit status 2."""
+
+    def __init__(self, sentence):
+        super().__init__(" ".join(sentence.split()))
 
 
 def num_cores() -> int:
@@ -100,8 +104,9 @@ class Args:
     """divide rewards by the running standard deviation of the discounted return"""
     normalizer_samples: int | None = None
     """freeze both normalizers after this many samples; default never"""
-    backend: Literal["auto", "gymnasium", "envpool"] = "auto"
-    """auto: envpool for ids that only it knows, and from N = 8 on for all that it knows; else gymnasium"""
+    backend: Literal["auto", "gymnasium", "envpool", "mujoco"] = "auto"
+    """auto: mujoco for HalfCheetah, Hopper, Swimmer and Walker2d-v5, which it steps at once; envpool for more
+    that it knows, from N = 8 on, and for ids that only it knows; else gymnasium"""
     exp_name: str = Path(__file__).stem
     """name of the experiment, part of the run folder's name"""
     seed: int = 1
@@ -155,9 +160,9 @@ class Args:
             vars(self).update(given)
         self.given = given  # for checkpoints, without what follows from it: a resumed run derives that anew
 
-        ranges = dict.fromkeys(["num_envs", "num_steps", "num_minibatches", "update_epochs"], (1, 1e15))
-        ranges |= dict.fromkeys(["total_timesteps", "torch_threads", "checkpoint_interval"], (1, 1e15))
-        ranges |= {"normalizer_samples": (1, 1e15)}
+        ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 2**24)) | {"torch_threads": (1, 1024)}
+        ranges |= dict.fromkeys(["num_minibatches", "update_epochs", "total_timesteps"], (1, 1e15))
+        ranges |= dict.fromkeys(["checkpoint_interval", "normalizer_samples"], (1, 1e15))
         ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
         ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1))
         ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
@@ -234,7 +239,11 @@ def check_spaces(env_id, envs):
     frames = observations.dtype == np.uint8 and len(observations.shape) >= 2
     if frames or len(observations.shape or ()) >= 3:
         raise BadInput(f"--env-id {env_id}: observations must be vectors, not images: {observations}")
-    if not observations.is_np_flattenable or 0 in gym.spaces.flatten_space(observations).shape:
+    try:
+        flat = gym.spaces.flatten_space(observations).shape if observations.is_np_flattenable else (0,)
+    except ValueError:  # gymnasium's, for some spaces with an empty part
+        flat = (0,)
+    if 0 in flat:
         raise BadInput(f"--env-id {env_id}: observations do not flatten to vectors: {observations}")
 
 
@@ -246,18 +255,119 @@ def env_kwargs(args) -> dict:
         raise BadInput(f"--env-kwargs must be a JSON object, not {args.env_kwargs}") from error
 
 
-def uses_envpool(args) -> bool:
-    """Whether envpool steps the environments. Raises BadInput where it was asked for and cannot."""
-    known = args.env_id in envpool.list_all_envs()
-    if args.backend == "envpool" and not known:
-        raise BadInput(f"--backend envpool does not know --env-id {args.env_id}")
-    only_there = known and args.env_id not in gym.registry
-    if args.async_envs and (args.backend == "envpool" or (args.backend == "auto" and only_there)):
-        raise BadInput("--async-envs is for gymnasium: envpool has threads of its own")
+# Tasks in a plane: observation, reward and end follow from positions, velocities and action. What stands in
+# gymnasium's code of each: limit of observed velocities, whether the first ones have normal noise.
+PLANAR = {
+    "HalfCheetah-v5": (math.inf, True),
+    "Hopper-v5": (10, False),
+    "Swimmer-v5": (math.inf, False),
+    "Walker2d-v5": (10, False),
+}
+
+
+class PlanarMujoco(gym.vector.VectorEnv):
+    """The tasks of PLANAR, stepped together: an environment is one row of states, a thread has one MjData.
+
+    Model and constants are those of gymnasium's environment. mujoco.rollout starts each solver anew, so that
+    states differ from gymnasium's by rounding.
+    """
+
+    def __init__(self, env_id, num_envs, kwargs):
+        made = gym.make(env_id, **kwargs)
+        self.one, self.max_steps = made.unwrapped, made.spec.max_episode_steps or math.inf
+        self.max_velocity, self.normal = PLANAR[env_id]
+        self.num_envs, self.metadata = num_envs, {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+        self.single_observation_space, self.single_action_space = made.observation_space, made.action_space
+        self.observation_space = gym.vector.utils.batch_space(made.observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(made.action_space, num_envs)
+        model, threads = (
+            self.one.model,
+            max(1, min(num_cores(), num_envs // 8)),
+        )  # fewer rows are not worth a thread
+        self.models, self.datas = [model] * num_envs, [mujoco.MjData(model) for _ in range(threads)]
+        self.threads = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: the calling one
+        size = 1 + model.nq + model.nv  # time, positions (the first is x), velocities
+        self.trajectories = np.zeros((num_envs, self.one.frame_skip, size))
+        self.sensors = np.zeros((num_envs, self.one.frame_skip, model.nsensordata))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.states = self.first_states(self.num_envs)
+        self.steps, self.over = np.zeros(self.num_envs), np.zeros(self.num_envs, bool)
+        return self.observations(), {}
+
+    def step(self, actions):
+        one, before = self.one, self.states[:, 1]
+        controls = np.repeat(actions[:, None].astype(np.float64), one.frame_skip, axis=1)
+        self.threads.rollout(
+            *(self.models, self.datas, self.states, controls),
+            **{"nstep": one.frame_skip, "state": self.trajectories, "sensordata": self.sensors},
+            skip_checks=True,
+        )
+        self.states = self.trajectories[:, -1].copy()
+        rewards = one._forward_reward_weight * (self.states[:, 1] - before) / one.dt
+        rewards -= one._ctrl_cost_weight * np.square(actions).sum(1)
+        terminations, self.steps = np.zeros(self.num_envs, bool), self.steps + 1
+        if hasattr(one, "_healthy_reward"):
+            healthy = self.healthy()
+            rewards += one._healthy_reward * healthy
+            terminations = ~healthy & one._terminate_when_unhealthy
+        truncations = self.steps >= self.max_steps
+        if (fillers := self.over).any():
+            self.states[fillers] = self.first_states(fillers.sum())
+            for each in (rewards, terminations, truncations, self.steps):
+                each[fillers] = 0
+        self.over = terminations | truncations
+        return self.observations(), rewards, terminations, truncations, {}
+
+    def first_states(self, n) -> np.ndarray:
+        """(n, 1 + positions + velocities)"""
+        one, scale = self.one, self.one._reset_noise_scale
+        positions = one.init_qpos + self.np_random.uniform(-scale, scale, (n, len(one.init_qpos)))
+        size = (n, len(one.init_qvel))
+        noise = (
+            self.np_random.normal(0, scale, size)
+            if self.normal
+            else self.np_random.uniform(-scale, scale, size)
+        )
+        return np.concatenate([np.zeros((n, 1)), positions, one.init_qvel + noise], axis=1)
+
+    def observations(self) -> np.ndarray:
+        """(N, positions + velocities), without the first positions, which the task hides."""
+        first_velocity = 1 + len(self.one.init_qpos)
+        positions = self.states[:, 1 + self.one.observation_structure["skipped_qpos"] : first_velocity]
+        velocities = self.states[:, first_velocity:].clip(-self.max_velocity, self.max_velocity)
+        return np.concatenate([positions, velocities], axis=1)
+
+    def healthy(self) -> np.ndarray:
+        """(N,) bool: height, angle and, of a Hopper, the rest of the state are in their ranges."""
+        (z_low, z_high), (angle_low, angle_high) = self.one._healthy_z_range, self.one._healthy_angle_range
+        low, high = getattr(self.one, "_healthy_state_range", (-math.inf, math.inf))
+        z, angle, rest = self.states[:, 2], self.states[:, 3], self.states[:, 3:]
+        upright = (z_low < z) & (z < z_high) & (angle_low < angle) & (angle < angle_high)
+        return upright & ((low < rest) & (rest < high)).all(axis=1)
+
+    def close_extras(self, **kwargs):
+        self.threads.close()
+        self.one.close()
+
+
+def choose_backend(args) -> str:
+    """What steps the environments. Raises BadInput where it was asked for and cannot."""
+    in_envpool, planar = args.env_id in envpool.list_all_envs(), args.env_id in PLANAR
+    if not {"envpool": in_envpool, "mujoco": planar}.get(args.backend, True):
+        raise BadInput(f"--backend {args.backend} does not know --env-id {args.env_id}")
+    only_there = in_envpool and args.env_id not in gym.registry
     if only_there and args.capture_video:
         raise BadInput(f"--capture-video needs gymnasium, which does not know --env-id {args.env_id}")
-    better = args.num_envs >= 8 and args.env_kwargs == "{}" and not args.async_envs
-    return args.backend == "envpool" or (args.backend == "auto" and known and (only_there or better))
+    backend = args.backend
+    if backend == "auto":
+        better = args.num_envs >= 8 and args.env_kwargs == "{}" and not args.async_envs
+        backend = "envpool" if in_envpool and (only_there or better) else "gymnasium"
+        backend = "mujoco" if planar and not args.async_envs else backend
+    if args.async_envs and backend != "gymnasium":
+        raise BadInput(f"--async-envs is for gymnasium: {backend} has threads of its own")
+    return backend
 
 
 @contextlib.contextmanager
@@ -304,16 +414,19 @@ def ignored_interrupts():
 
 @quiet_mujoco()
 def make_vec(args, num_envs, seed, video_folder=None):
-    """The vector environment as gymnasium or envpool makes it."""
+    """The vector environment as one of the backends makes it."""
     kwargs = env_kwargs(args)
     if video_folder:
         film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
         wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
         kwargs["render_mode"] = "rgb_array"
         return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
+    backend = choose_backend(args)
+    if backend == "mujoco":
+        return PlanarMujoco(args.env_id, num_envs, kwargs)
     if num_envs >= 512:
         print(f"building {num_envs} environments ...", flush=True)
-    if uses_envpool(args):  # which seeds its environments now, not when they are reset
+    if backend == "envpool":  # which seeds its environments now, not when they are reset
         kwargs |= {"num_envs": num_envs, "num_threads": min(num_envs, num_cores()), "seed": seed}
         return Pool(envpool.make_gymnasium(args.env_id, **kwargs))
     if args.async_envs:
@@ -334,7 +447,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
             envs = gym.wrappers.vector.FlattenObservation(envs)
         envs = EpisodeTracker(envs)
-        envs.reset(seed=None if uses_envpool(args) and not video_folder else seed)
+        envs.reset(seed=None if choose_backend(args) == "envpool" and not video_folder else seed)
     except BadInput:
         raise
     except Exception as error:
@@ -638,7 +751,7 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
     columns = [None if x is None else x.flatten(0, 1) for x in batch._replace(**unread)]  # (B, ...) each
     clip_coef, debugs, steps = torch.tensor(clip_coef, device=device), [], 0
     # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
-    shuffles = [torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs)]
+    shuffles = (torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs))
     for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
         minibatch = Rollout(*(None if x is None else x[rows] for x in columns))
         loss, debug = loss_fn(agent, minibatch, clip_coef, args)
@@ -793,8 +906,8 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
 
 def open_run(args, envs, agent) -> tuple:
     """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
-    env_name = args.env_id.replace("/", "-").replace(":", "-")
-    folder = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{time.time_ns() // 10**6}")
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}")[:200]  # legal on any file system
+    folder = Path("runs", f"{name}__{args.seed}__{time.time_ns() // 10**6}")
     folder.mkdir(parents=True)
     (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
     eval_envs = None
@@ -849,7 +962,7 @@ def train(args) -> dict:
         print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
     bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
     signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
-    with noted_signals() as noted, bar:
+    with contextlib.closing(envs), noted_signals() as noted, bar:
         for iteration in range(iterations_done + 1, args.num_iterations + 1):
             iteration_started = time.perf_counter()
             remaining = 1 - (iteration - 1) / args.num_iterations
@@ -894,7 +1007,7 @@ def train(args) -> dict:
         mean = np.mean(eval_returns) if eval_returns else math.nan
         writer.add_scalar("eval/episodic_return", mean, progress["global_step"])
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
-    for resource in (envs, eval_envs, writer):
+    for resource in (eval_envs, writer):
         if resource is not None:
             resource.close()
     if dist.is_initialized() and device.type == "cuda":

@@ -4,17 +4,20 @@ import os
 import re
 
 import pytest
-from helpers import DISTINCT, IMAGE, MULTI, VECTOR, continuous, make_args, multi, run
+from helpers import DISTINCT, IMAGE, MULTI, VECTOR, continuous, make_args, multi, only_run, run
 
 BAD = [
     ({"num_envs": 0}, "--num-envs"),
     ({"num_envs": -3}, "--num-envs"),
+    ({"num_envs": 2**31}, "--num-envs"),
     ({"num_steps": 0}, "--num-steps"),
+    ({"num_steps": 2**31}, "--num-steps"),
     ({"num_minibatches": 0}, "--num-minibatches"),
     ({"update_epochs": 0}, "--update-epochs"),
     ({"total_timesteps": 0}, "--total-timesteps"),
     ({"checkpoint_interval": 0}, "--checkpoint-interval"),
     ({"torch_threads": 0}, "--torch-threads"),
+    ({"torch_threads": 2**31}, "--torch-threads"),
     ({"gamma": 1.01}, "--gamma"),
     ({"gamma": -0.1}, "--gamma"),
     ({"gamma": float("nan")}, "--gamma"),
@@ -42,6 +45,18 @@ def test_bad_numbers(script, flags, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         script.Args(**flags)
     assert "\n" not in str(error.value)
+
+
+def test_refusals_are_one_line(script):
+    """Also where what was typed has several."""
+    with pytest.raises(script.BadInput, match=r"--env-kwargs must be a JSON object, not 1 2$"):
+        script.train(make_args(script, env_kwargs="1\n2"))
+
+
+@pytest.mark.parametrize("exp_name", ["a/b", "../up", "\0", "two\nlines", "x" * 300, ""])
+def test_names_of_experiments_become_legal_folders(script, exp_name):
+    script.train(make_args(script, exp_name=exp_name, total_timesteps=48))
+    assert (only_run() / "checkpoint.pt").exists()
 
 
 @pytest.mark.scripts("ppo_continuous_action")

@@ -1,5 +1,8 @@
 """Which spaces and ids are served, how environments are built, and how they are refused."""
 
+import json
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -59,6 +62,24 @@ def test_observations_of_vectors_and_grids(script, kind):
 def test_observations_that_are_neither(script, kind):
     with pytest.raises(script.BadInput, match="observations "):
         script.train(make_args(script, f"Observe_{kind}"))
+
+
+@pytest.mark.scripts(*VECTOR, *MULTI)
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.Box(0, 1, (0,)),
+        gym.spaces.OneOf((gym.spaces.Text(1), gym.spaces.Box(0, 1, (0,)))),
+        gym.spaces.Sequence(gym.spaces.MultiDiscrete(np.full((3, 3), 2))),
+    ],
+    ids=["empty", "empty part", "several lines"],
+)
+def test_observations_that_do_not_flatten(script, space):
+    actions = gym.spaces.Box(-1, 1) if continuous(script) else gym.spaces.Discrete(2)
+    envs = SimpleNamespace(single_observation_space=space, single_action_space=actions)
+    with pytest.raises(script.BadInput, match="do not flatten to vectors") as error:
+        script.check_spaces("Some-v0", envs)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.scripts(*VECTOR, *MULTI)
@@ -180,30 +201,106 @@ def test_cartpole_uses_the_vector_environment_of_gymnasium(script):
 
 @pytest.mark.scripts("ppo_continuous_action")
 def test_backends(script):
-    """auto takes envpool from 8 environments on, if it knows the id and gets no arguments."""
+    """auto: mujoco where it can; else envpool from 8 environments on, if it knows the id and gets no arguments."""
     cases = [
-        ({"num_envs": 8}, True),
-        ({"num_envs": 7}, False),
-        ({"num_envs": 8, "backend": "gymnasium"}, False),
-        ({"num_envs": 1, "backend": "envpool"}, True),
-        ({"num_envs": 8, "async_envs": True}, False),
-        ({"num_envs": 8, "env_kwargs": '{"g": 9.0}'}, False),
-        ({"num_envs": 1, "env_id": "CheetahRun-v1"}, True),
-        ({"num_envs": 8, "env_id": "probe_envs:ConstBox-v0"}, False),
+        ({"num_envs": 8}, "envpool"),
+        ({"num_envs": 7}, "gymnasium"),
+        ({"num_envs": 8, "backend": "gymnasium"}, "gymnasium"),
+        ({"num_envs": 1, "backend": "envpool"}, "envpool"),
+        ({"num_envs": 8, "async_envs": True}, "gymnasium"),
+        ({"num_envs": 8, "env_kwargs": '{"g": 9.0}'}, "gymnasium"),
+        ({"num_envs": 1, "env_id": "CheetahRun-v1"}, "envpool"),
+        ({"num_envs": 8, "env_id": "probe_envs:ConstBox-v0"}, "gymnasium"),
+        ({"num_envs": 1, "env_id": "HalfCheetah-v5"}, "mujoco"),
+        ({"num_envs": 64, "env_id": "Hopper-v5", "env_kwargs": '{"healthy_reward": 2.0}'}, "mujoco"),
+        ({"num_envs": 8, "env_id": "Swimmer-v5", "backend": "envpool"}, "envpool"),
+        ({"num_envs": 8, "env_id": "Walker2d-v5", "async_envs": True}, "gymnasium"),
+        ({"num_envs": 8, "env_id": "HalfCheetah-v4"}, "envpool"),
     ]
     for flags, expected in cases:
-        assert script.uses_envpool(script.Args(**({"env_id": "Pendulum-v1"} | flags))) == expected, flags
+        assert script.choose_backend(script.Args(**({"env_id": "Pendulum-v1"} | flags))) == expected, flags
+
+
+PLANAR = ["HalfCheetah-v5", "Hopper-v5", "Swimmer-v5", "Walker2d-v5"]
+KWARGS = {
+    "HalfCheetah-v5": {},
+    "Hopper-v5": {"healthy_reward": 2.5, "exclude_current_positions_from_observation": False},
+    "Swimmer-v5": {"ctrl_cost_weight": 0.3, "frame_skip": 2},
+    "Walker2d-v5": {"healthy_z_range": [1.1, 1.3], "forward_reward_weight": 0.5},
+}
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+@pytest.mark.parametrize("env_id", PLANAR)
+@pytest.mark.parametrize("changed", [False, True], ids=["defaults", "env-kwargs"])
+def test_planar_tasks_are_those_of_gymnasium(script, env_id, changed):
+    """Observation, reward and end after each step, from the same state, are gymnasium's; so are the spaces."""
+    kwargs, N = KWARGS[env_id] if changed else {}, 40
+    args = script.Args(env_id=env_id, num_envs=N, env_kwargs=json.dumps(kwargs))
+    envs = script.make_envs(args, N, 3)
+    planar = envs.unwrapped
+    assert type(planar).__name__ == "PlanarMujoco"
+    with script.quiet_mujoco():
+        theirs = gym.make(env_id, **kwargs)
+    theirs.reset(seed=0)
+    model, data = theirs.unwrapped.model, theirs.unwrapped.data
+    assert planar.single_observation_space == theirs.observation_space
+    assert planar.single_action_space == theirs.action_space
+    rng, ended = np.random.default_rng(0), 0
+    for t in range(120):
+        states, fillers = planar.states.copy(), envs.fillers
+        actions = rng.uniform(-1, 1, (N, model.nu)).astype(np.float32)
+        obs, rewards, terminations, truncations, _ = envs.step(actions)
+        assert not truncations.any()
+        assert not (rewards[fillers].any() or terminations[fillers].any())
+        for i in np.flatnonzero(~fillers)[t % 5 :: 5]:
+            theirs.unwrapped.set_state(states[i, 1 : 1 + model.nq], states[i, 1 + model.nq :])
+            data.qacc_warmstart[:] = 0  # mujoco.rollout has none
+            expected, reward, terminated, _, _ = theirs.unwrapped.step(actions[i])
+            np.testing.assert_allclose(obs[i], expected, rtol=0, atol=1e-12)
+            assert rewards[i] == pytest.approx(reward, abs=1e-12)
+            assert terminations[i] == terminated
+            ended += terminated
+    assert (ended > 0) == (env_id in ("Hopper-v5", "Walker2d-v5"))
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+@pytest.mark.parametrize("env_id", PLANAR)
+def test_first_states_of_planar_tasks(script, env_id):
+    """Mean, spread and extremes as gymnasium draws them; each environment and each seed has its own."""
+    args = script.Args(env_id=env_id, num_envs=2000)
+    ours, other = (script.make_envs(args, 2000, seed).obs for seed in (1, 2))
+    with script.quiet_mujoco():
+        one = gym.make(env_id)
+    theirs = np.stack([one.reset(seed=seed)[0] for seed in range(2000)])
+    scale = one.unwrapped._reset_noise_scale
+    for statistic, tolerance in ((np.mean, 0.1), (np.std, 0.1), (np.max, 1.5)):
+        assert statistic(ours, 0) == pytest.approx(statistic(theirs, 0), abs=tolerance * scale)
+    assert len(np.unique(np.concatenate([ours, other])[:, 0])) == 4000
+    assert np.array_equal(ours, script.make_envs(args, 2000, 1).obs)
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+def test_time_limit_of_planar_tasks(script):
+    """The step at the limit truncates, the next one is a filler, then the new episode counts from 0."""
+    args = script.Args(env_id="HalfCheetah-v5", num_envs=3, env_kwargs='{"max_episode_steps": 5}')
+    envs = script.make_envs(args, 3, 1)
+    seen = [envs.step(np.ones((3, 6), np.float32))[3].all() for _ in range(13)]
+    assert np.flatnonzero(seen).tolist() == [4, 10]
+    assert envs.pop_episodes()[:, 1].tolist() == [5] * 6
 
 
 @pytest.mark.scripts("ppo_continuous_action")
 def test_backends_that_cannot(script):
     for flags, words in (
-        ({"env_id": "probe_envs:ConstBox-v0"}, "does not know --env-id"),
+        ({"env_id": "probe_envs:ConstBox-v0"}, "--backend envpool does not know --env-id"),
+        ({"env_id": "Pendulum-v1", "backend": "mujoco"}, "--backend mujoco does not know --env-id"),
+        ({"env_id": "Hopper-v5", "backend": "mujoco", "async_envs": True}, "mujoco has threads of its own"),
         ({"env_id": "Pendulum-v1", "async_envs": True}, "--async-envs"),
         ({"env_id": "CheetahRun-v1", "capture_video": True}, "--capture-video"),
     ):
         with pytest.raises(script.BadInput, match=words):
-            script.train(script.Args(backend="envpool", num_envs=8, **flags))
+            script.train(script.Args(**{"backend": "envpool", "num_envs": 8} | flags))
 
 
 @pytest.mark.scripts("ppo_continuous_action")
@@ -211,7 +308,7 @@ def test_backends_that_cannot(script):
 def test_backends_agree(script, env_id):
     """Spaces, lengths of episodes and fillers are the same."""
     seen = []
-    for backend in ("gymnasium", "envpool"):
+    for backend in ("gymnasium", "envpool", *(["mujoco"] if "Cheetah" in env_id else [])):
         args = script.Args(env_id=env_id, num_envs=2, backend=backend, num_steps=16, num_minibatches=1)
         envs = script.make_envs(args, 2, 3)
         actions = envs.single_action_space
@@ -223,12 +320,12 @@ def test_backends_agree(script, env_id):
             lengths += envs.pop_episodes()[:, 1].tolist()
         seen.append((str(spaces), lengths, fillers))
         envs.close()
-    assert seen[0] == seen[1]
+    assert all(each == seen[0] for each in seen)
 
 
 @pytest.mark.scripts("ppo_continuous_action")
 def test_envpool_environments_are_seeded(script):
-    args = script.Args(env_id="HalfCheetah-v5", num_envs=8)
+    args = script.Args(env_id="HalfCheetah-v5", num_envs=8, backend="envpool")
     seeds = [script.derive_seed(seed, 0, 0) for seed in (3, 3, 4)]
     first, again, other = (script.make_envs(args, 8, seed).obs for seed in seeds)
     assert np.array_equal(first, again)

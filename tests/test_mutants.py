@@ -9,9 +9,14 @@ import test_atari
 import test_continuous
 import test_details
 import test_learning
+import test_multidiscrete
+import test_processes
 from helpers import ROOT
 
+from benchmark.details import TITLES, source, tag_comments
+
 P, C, A, L = "ppo", "ppo_continuous_action", "ppo_atari", "ppo_atari_lstm"
+M, K = "ppo_multidiscrete", "ppo_multidiscrete_mask"
 MUTANTS = [
     # detail, script, what stands there, what breaks it, the test that must notice
     (
@@ -336,6 +341,103 @@ MUTANTS = [
         test_atari.test_d36_reconstruct_lstm_states_during_training,
     ),
     (
+        "D13",
+        P,
+        "nn.Sequential(*hidden_layers(num_inputs), output)",
+        "nn.Sequential(*self.critic[:4], output)",
+        test_details.test_d13_shared_and_separate_networks,
+    ),
+    (
+        "D18",
+        A,
+        "img_width=width",
+        "img_width=height // 2 * 2 - 4",
+        test_atari.test_d18_warp_frame,
+    ),
+    ("D18", A, "grayscale=grayscale", "grayscale=False", test_atari.test_d18_warp_frame),
+    ("D20", A, "stack_num=stack", "stack_num=1", test_atari.test_d20_frame_stack),
+    (
+        "D21",
+        A,
+        "nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(inplace=True)",
+        "nn.Conv2d(64, 64, 3, stride=1)), nn.Tanh()",
+        test_atari.test_d21_shared_nature_cnn,
+    ),
+    (
+        "D24",
+        C,
+        "self.log_std = nn.Parameter(torch.zeros(self.action_shape))",
+        "self.log_std = torch.zeros(self.action_shape)",
+        test_continuous.test_d24_state_independent_log_standard_deviation,
+    ),
+    (
+        "D26",
+        C,
+        "nn.Sequential(*hidden_layers(num_inputs), output)",
+        "nn.Sequential(*self.critic[:4], output)",
+        test_continuous.test_d26_separate_mlp_networks_for_continuous_control,
+    ),
+    (
+        "D28",
+        C,
+        "self.obs_moments.update(np.asarray(",
+        "(lambda *_: None)(np.asarray(",
+        test_continuous.test_d28_normalization_of_observation,
+    ),
+    (
+        "D37",
+        M,
+        "logprobs = all_logprobs.gather(-1, batch.actions + self.starts).sum(-1)",
+        "logprobs = all_logprobs.gather(-1, batch.actions + self.starts).mean(-1)",
+        lambda script: test_multidiscrete.test_d37_independent_components_of_multidiscrete_actions(
+            script, "start_multi"
+        ),
+    ),
+    (
+        "D37",
+        M,
+        "batch.actions + self.starts",
+        "batch.actions",
+        lambda script: test_multidiscrete.test_d37_independent_components_of_multidiscrete_actions(
+            script, "matrix_multi"
+        ),
+    ),
+    (
+        "A2",
+        P,
+        "            dist.all_reduce(sums)\n",
+        "",
+        test_processes.test_a2_parallelized_gradient_update,
+    ),
+    (
+        "A2",
+        P,
+        "torch.ones(1, device=device)]) * minibatch.valid.sum()",
+        "torch.ones(1, device=device)])",
+        test_processes.test_a2_parallelized_gradient_update,
+    ),
+    (
+        "A4",
+        K,
+        "logits.where(valid, torch.finfo(logits.dtype).min)",
+        "logits.where(valid, logits - 5)",
+        test_multidiscrete.test_a4_invalid_action_masking,
+    ),
+    (
+        "A4",
+        K,
+        "valid[..., self.starts] |= masks.float() @ self.membership == 0",
+        "pass",
+        test_multidiscrete.test_a4_nothing_valid_in_a_component,
+    ),
+    (
+        "A4",
+        K,
+        "masks[t] = torch.as_tensor(envs.masks)",
+        "masks[t] = True",
+        lambda script: test_multidiscrete.test_a4_masks_belong_to_their_observations(script, "Mask"),
+    ),
+    (
         "fillers",
         P,
         "terms.flatten(1) @ weights.flatten()",
@@ -346,17 +448,35 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{m[0]}-{i}" for i, m in enumerate(MUTANTS)])
-def test_a_broken_detail_is_noticed(mutant, monkeypatch):
+def test_a_broken_detail_is_noticed(mutant, monkeypatch, tmp_path):
     _, name, old, new, test = mutant
     path = ROOT / f"{name}.py"
     text = path.read_text()
     assert old in text, "the script no longer says this"
+    text = text.replace(old, new)
     broken = types.ModuleType(f"broken_{name}")
     broken.__file__ = str(path)
     monkeypatch.setitem(sys.modules, broken.__name__, broken)
-    exec(compile(text.replace(old, new), str(path), "exec"), broken.__dict__)
+    exec(compile(text, str(path), "exec"), broken.__dict__)
     broken.__name__ = name
     arguments = {"script": broken, "monkeypatch": monkeypatch}
     wanted = inspect.signature(test).parameters
+    if "ranks" in wanted:  # processes of their own, which have to import the broken script from a file
+        (tmp_path / path.name).write_text(text)
+        arguments["ranks"] = test_processes.run_worker(name, tmp_path)
     with pytest.raises((AssertionError, RuntimeError)):
         test(**{key: value for key, value in arguments.items() if key in wanted})
+
+
+@pytest.mark.parametrize("tag", TITLES)
+def test_the_statement_below_a_tag_is_the_one_that_does_it(tag):
+    """Breaking one of the 8 lines below the comment of the tag is what some test notices."""
+    distances = []
+    for _, name, old, _, _ in (mutant for mutant in MUTANTS if mutant[0] == tag):
+        text = source(name)
+        code = text.splitlines()
+        first = tag_comments(text)[tag][0]
+        while code[first].lstrip().startswith("#"):
+            first += 1
+        distances.append(text.count("\n", 0, text.index(old) + len(old)) - first)
+    assert any(0 <= distance < 8 for distance in distances), f"mutants of [{tag}]: {distances} lines below it"

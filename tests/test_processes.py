@@ -17,18 +17,17 @@ WITH_LSTM = ["ppo", "ppo_continuous_action", "ppo_atari_lstm"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def run_worker(name, folder):
+    """What the two processes of worker.py saved. They take a script of that name in `folder` rather than ours."""
+    command = (ROOT / "tests/worker.py", name, folder)
+    done = run(*command, launcher=TORCHRUN, PYTHONPATH=f"{folder}:{ROOT}:{ROOT}/tests")
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
 @pytest.fixture
 def ranks(script, tmp_path):
-    """What the two processes of worker.py saved."""
-    done = run(
-        ROOT / "tests/worker.py",
-        script.__name__,
-        tmp_path,
-        launcher=TORCHRUN,
-        PYTHONPATH=f"{ROOT}:{ROOT}/tests",
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    return run_worker(script.__name__, tmp_path)
 
 
 @pytest.mark.scripts(*WITH_LSTM)
