@@ -77,7 +77,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags, with the values of openai/baselines for Atari as defaults, whatever N."""
+    """Flags, with the values of openai/baselines for Atari as defaults, for any N."""
 
     env_id: str = "Pong"
     """a game (Pong, ALE/Pong-v5, PongNoFrameskip-v4: the same), or a gymnasium id that shows RGB frames"""
@@ -152,11 +152,12 @@ class Args:
             # In Python, what equals the class's default counts as not given; the command line knows better.
             given = load_checkpoint(self.resume)["args"] | given
             vars(self).update(given)
+        given.pop("resume", None)
         self.given = given  # for checkpoints, without what follows from it: a resumed run derives that anew
 
-        ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 2**24)) | {"torch_threads": (1, 1024)}
-        ranges |= dict.fromkeys(["num_minibatches", "update_epochs", "total_timesteps"], (1, 1e15))
-        ranges |= dict.fromkeys(["checkpoint_interval"], (1, 1e15))
+        ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 10**7)) | {"torch_threads": (1, 1024)}
+        counts = ["num_minibatches", "update_epochs", "total_timesteps", "checkpoint_interval"]
+        ranges |= dict.fromkeys(counts, (1, 1e15))
         ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
         ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1)) | {"repeat_action_probability": (0, 0.99)}
         ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
@@ -170,7 +171,7 @@ class Args:
 
         batch = f"--num-envs {self.num_envs} x --num-steps {self.num_steps} in {self.world_size} process(es)"
         if self.minibatch_size < 2:
-            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves less than 2 rows each: {batch}")
+            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves fewer than 2 rows each: {batch}")
         if self.num_iterations < 1:
             raise BadInput(f"--total-timesteps {self.total_timesteps} is less than one iteration of {batch}")
 
@@ -202,8 +203,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.lives = infos.get("lives", np.zeros(self.num_envs, int))
         self.forced, self.fillers = np.zeros((2, self.num_envs), bool)
-        self.returns, self.earlier = np.zeros((2, self.num_envs))
-        self.steps = 0  # taken so far, and in `earlier` those before the current games
+        self.returns, self.lengths = np.zeros((2, self.num_envs))  # of the current games
         self.ended = []
         return self.obs, infos
 
@@ -213,7 +213,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         actions = np.where(self.forced, self.fire, actions) if self.forced.any() else actions
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns += rewards
-        self.steps += 1
+        self.lengths += 1
         over, lives = terminations | truncations, infos.get("lives", self.lives)
         # [D16] EpisodicLifeEnv: a lost life terminates the episode that is learned from, while the game goes
         # on. Some games show 0 lives for a while before they end; then the end counts.
@@ -223,8 +223,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.forced = life_lost & ~over & (self.fire is not None)
         self.fillers = over | self.forced
         if over.any():
-            self.ended.append(np.stack([self.returns, self.steps - self.earlier], axis=1)[over])
-            self.returns[over], self.earlier[over] = 0, self.steps + 1
+            self.ended.append(np.stack([self.returns, self.lengths], axis=1)[over])
+            self.returns[over], self.lengths[over] = 0, -1  # the filler is no step of theirs
         return self.obs, rewards, terminations, truncations, infos
 
     def pop_episodes(self) -> np.ndarray:
@@ -233,7 +233,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         return episodes
 
 
-def env_kwargs(args) -> dict:
+def parse_env_kwargs(args) -> dict:
     """--env-kwargs, parsed. Raises BadInput unless it is a JSON object."""
     try:
         return {**json.loads(args.env_kwargs)}
@@ -305,7 +305,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
         life_loss_info=False,
         reward_clipping=False,
         use_fire_reset=True,
-        **env_kwargs(args),
+        **parse_env_kwargs(args),
     )
 
 
@@ -343,7 +343,7 @@ def make_vec(args, num_envs, video_folder=None):
             envs = gym.wrappers.vector.RecordVideo(envs, fps=15, **film)  # 60 frames per second by 4
         return envs
     wrappers = [lambda env: adapt(env, args, film)]
-    kwargs = env_kwargs(args) | ({"render_mode": "rgb_array"} if film else {})
+    kwargs = parse_env_kwargs(args) | ({"render_mode": "rgb_array"} if film else {})
     if args.async_envs and not film:
         with ignored_interrupts():
             return gym.make_vec(args.env_id, num_envs, "async", wrappers=wrappers, **kwargs)
@@ -368,9 +368,9 @@ def make_envs(args, num_envs, seed, video_folder=None):
     except Exception as error:
         if video_folder:  # a missing renderer may raise anything
             raise BadInput(f"--capture-video: cannot film {args.env_id}: {error}") from error
-        if isinstance(error, gym.error.Error | ModuleNotFoundError):
+        if isinstance(error, gym.error.Error | ImportError):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
-        if isinstance(error, TypeError) and env_kwargs(args):
+        if isinstance(error, TypeError | ValueError | OSError | ArithmeticError) and parse_env_kwargs(args):
             raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
         raise
     return envs
@@ -380,17 +380,20 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 
 
 def derive_seed(*numbers) -> int:
-    """A seed hashed from the numbers: environment i takes seed + i, so plain neighbors would share most."""
+    """A seed of 30 bits, hashed from the numbers.
+
+    Environment i takes seed + i: plain neighbors, such as runs 1 and 2, would share all environments but one.
+    """
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
 # ---- 4. Networks: Agent ----
-def layer_init(layer, std=2**0.5, bias=0.0):
-    """The layer, with its weights orthogonal times `std` and its biases constant."""
+def layer_init(layer, std=2**0.5):
+    """The layer, with weights orthogonal times `std` and biases 0."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
     # 0.01 for the policy, so that it hardly depends on the observation at first.
     nn.init.orthogonal_(layer.weight, std)
-    nn.init.constant_(layer.bias, bias)
+    nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -419,11 +422,9 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.actor = layer_init(nn.Linear(512, space["n"]), std=0.01)
 
-    def hidden(self, obs) -> Tensor:
+    def features(self, obs) -> Tensor:
         """(..., 84, 84, C) -> (..., 512)"""
-        frames = obs.flatten(0, -4).permute(
-            0, 3, 1, 2
-        )  # (rows, C, 84, 84), the channel still the last in memory
+        frames = obs.flatten(0, -4).movedim(-1, 1)  # (rows, C, 84, 84), the channel still last in memory
         # Without gradients, pieces keep the activations of a whole rollout from being in memory at once.
         pieces = [frames] if torch.is_grad_enabled() else frames.split(256)
         # [D22] Scaling images to [0, 1]: here, so that a rollout holds bytes. Changing these floats and the
@@ -449,11 +450,11 @@ class Agent(nn.Module):
 
     def get_value(self, obs) -> Tensor:
         """(n, 84, 84, C) -> (n,)"""
-        return self.critic(self.hidden(obs)).squeeze(-1)
+        return self.critic(self.features(obs)).squeeze(-1)
 
     def act(self, obs, deterministic=False) -> Tensor:
         """(n, 84, 84, C) -> (n,), sampled or the most likely ones, counted from 0."""
-        logits = self.actor(self.hidden(obs))  # (n, actions)
+        logits = self.actor(self.features(obs))  # (n, actions)
         if not deterministic:
             # Minus the log of Exp(1) is Gumbel noise; the argmax of logits + noise samples the softmax.
             logits = logits - torch.empty_like(logits).exponential_().log()
@@ -465,11 +466,11 @@ class Agent(nn.Module):
 
     def evaluate_actions(self, batch) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of batch.actions, entropies and values, each in the shape of batch.valid."""
-        hidden = self.hidden(batch.obs)  # (..., 512)
-        all_logprobs = self.actor(hidden).log_softmax(-1)  # (..., actions)
+        features = self.features(batch.obs)  # (..., 512)
+        all_logprobs = self.actor(features).log_softmax(-1)  # (..., actions)
         logprobs = all_logprobs.gather(-1, batch.actions.unsqueeze(-1)).squeeze(-1)
         entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return logprobs, entropies, self.critic(hidden).squeeze(-1)
+        return logprobs, entropies, self.critic(features).squeeze(-1)
 
 
 # ---- 5. Experience: rollout() ----
@@ -515,7 +516,7 @@ def rollout(agent, envs, args) -> Rollout:
 def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both (T, N), of Schulman et al. 2016, arXiv 1506.02438, equation 16.
 
-    rewards, terminations, dones: (T, N); values: (T+1, N), the last row of what the last step led to.
+    rewards, terminations, dones: (T, N); values: (T+1, N), of which the last row is that of next_obs.
     """
     # [D05] Generalized advantage estimation: what follows a termination is worth 0, what a time limit cut off
     # is worth the value of the last observation; later rewards flow back across neither.
@@ -533,9 +534,12 @@ def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor
 def evaluate_rollout(agent, batch, args) -> Rollout:
     """The rollout with logprobs, values, advantages and returns filled in; to be called before any update.
 
-    One pass over all rows, not T small ones: acting needs only the action, and the policy is still the same.
+    In few large pieces, not T small ones: acting needs only the action, and the policy is still the same.
     """
-    logprobs, _, values = agent.evaluate_actions(batch)  # (T, N)
+    inputs = batch.obs, batch.actions, batch.valid  # of evaluate_actions()
+    pieces = zip(*(x.flatten(0, 1).split(2048) for x in inputs), strict=True)  # to fit in caches
+    parts = zip(*(agent.evaluate_actions(Rollout(*piece)) for piece in pieces), strict=True)
+    logprobs, _, values = (torch.cat(part).view_as(batch.valid) for part in parts)  # (T, N)
     values = torch.cat([values, agent.get_value(batch.next_obs)[None]])  # (T+1, N)
     ends = batch.terminations if args.bootstrap_truncation else batch.dones
     advantages, returns = gae(batch.rewards, values, ends, batch.dones, args.gamma, args.gae_lambda)
@@ -552,7 +556,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 
     All means are over real rows. clip_coef is a tensor: torch.compile would compile anew for each new float.
     """
-    weights = batch.valid / batch.valid.sum().clamp(min=1)  # (M,), with sum 1, or 0 if all rows are fillers
+    weights = batch.valid / batch.valid.sum().clamp(min=1)  # as valid, with sum 1, or 0 without real rows
     logprobs, entropies, values = agent.evaluate_actions(batch)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.exp()
@@ -598,13 +602,13 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
     # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
     shuffles = (torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs))
     for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
-        minibatch = Rollout(*(None if x is None else x[rows] for x in columns))
+        minibatch = Rollout(*(None if x is None else x.index_select(0, rows) for x in columns))
         loss, debug = loss_fn(agent, minibatch, clip_coef, args)
         flat.grad.zero_()  # optimizer.zero_grad() would take the gradients out of their vector
         loss.backward()
         if dist.is_initialized():
-            # [A2] Parallelized gradient update: the mean over the real rows of all processes. K processes
-            # with N environments step as one with K * N, but each normalizes its own advantages.
+            # [A2] Parallelized gradient update: the mean over the real rows of all processes. P processes
+            # with N environments step as one with P * N, but each normalizes its own advantages.
             sums = torch.cat([debug, flat.grad, torch.ones(1, device=device)]) * minibatch.valid.sum()
             dist.all_reduce(sums)
             averaged = sums[:-1] / sums[-1].clamp(min=1)
@@ -642,7 +646,7 @@ def evaluate_policy(agent, envs, num_episodes, max_steps=100_000) -> list[float]
 
 
 def on_cpu(x):
-    """A nest of dicts, lists, tensors and plain values, with its tensors on the CPU."""
+    """Dicts, lists, tensors and plain values, the tensors on the CPU: torch.load() opens them anywhere."""
     if isinstance(x, dict):
         return {key: on_cpu(value) for key, value in x.items()}
     return [on_cpu(value) for value in x] if isinstance(x, list) else x.cpu() if isinstance(x, Tensor) else x
@@ -659,20 +663,26 @@ def save_checkpoint(path, agent, optimizer, args, progress):
 
 def load_checkpoint(path) -> dict:
     """What save_checkpoint() wrote, on the CPU. Raises BadInput where there is nothing of the kind."""
+    names = ("agent", "optimizer", "spaces", "args", "progress", "rng", "cuda_rng")
     try:
-        return torch.load(path, map_location="cpu")
+        checkpoint = torch.load(path, map_location="cpu")
+        return {name: checkpoint[name] for name in names}
     except Exception as error:  # whatever a file can be instead
-        raise BadInput(f"--resume {path}: cannot be read as a checkpoint: {error}") from error
+        raise BadInput(f"--resume {path}: cannot be read as a checkpoint: {error!r}") from error
 
 
 def load_agent(path) -> Agent:
-    """The agent of a checkpoint, ready for agent.act(agent.normalize(raw_obs), deterministic=True)."""
+    """The agent of a checkpoint, without gradients. For raw observations (n, ...) of n environments:
+
+    actions = agent.act(agent.normalize(raw_obs), deterministic=True)
+    envs.step(agent.env_actions(actions))
+    """
     checkpoint = load_checkpoint(path)
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
     values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]
     agent = Agent(SimpleNamespace(**spaces), SimpleNamespace(**values))
     agent.load_state_dict(checkpoint["agent"])
-    return agent
+    return agent.requires_grad_(False)
 
 
 # ---- 10. Training: train() ----
@@ -684,7 +694,7 @@ def start_process(args) -> tuple[int, torch.device]:
             raise BadInput("--cuda: this machine has fewer GPUs than processes; add --no-cuda")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if args.world_size > 1 and not dist.is_initialized():
-        # Gradients are averaged where they are; normalizers are always on the CPU.
+        # nccl averages gradients on GPUs; gloo carries what is on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_num_threads(args.torch_threads)
@@ -701,7 +711,7 @@ def gather(x) -> list:
 
 @contextlib.contextmanager
 def noted_signals():
-    """Yields a list to which Ctrl-C or SIGTERM adds its number; a second one ends the process, unsaved."""
+    """Yields a list to which Ctrl-C or SIGTERM adds its number; the same again ends the process, unsaved."""
     noted = []
 
     def note(number, frame):
@@ -737,13 +747,15 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
     optimizer = torch.optim.Adam([flatten_parameters(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
     torch.manual_seed(derive_seed(args.seed, rank, iterations_done))  # other actions and shuffles in each
     if saved:
+        if saved["spaces"] != agent.spaces or saved["agent"].keys() != agent.state_dict().keys():
+            raise BadInput(f"--resume {args.resume}: is of another script, or {args.env_id} has other spaces")
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         if rank == 0:  # whose random numbers were saved
             torch.set_rng_state(saved["rng"])
             if device.type == "cuda" and saved["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(saved["cuda_rng"])
-    if dist.is_initialized():
+    if dist.is_initialized():  # machines may round initial weights differently
         for tensor in agent.state_dict().values():
             dist.broadcast(tensor, 0)
     return envs, agent, optimizer
@@ -769,7 +781,7 @@ def open_run(args, envs, agent) -> tuple:
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
     rate = f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}"
     iterations = f"{args.num_iterations:,} iterations; {rate}"
-    print(f"{batch} ({size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
+    print(f"{batch} (observations: {size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
     return folder, writer, eval_envs
 
 
@@ -836,6 +848,7 @@ def train(args) -> dict:
                 sps = sum(steps) / (time.perf_counter() - iteration_started)
                 charts = {"charts/SPS": sps, "charts/learning_rate": learning_rate}
                 log_iteration(writer, bar, progress, charts | debug, episodes)
+            # Explained variance alone may be 0 / 0, where all returns are equal.
             if not all(math.isfinite(debug[name]) for name in DEBUG[:-1]):
                 if writer is not None:  # so that the log shows what was not finite
                     writer.close()

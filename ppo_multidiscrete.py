@@ -6,13 +6,13 @@
     python ppo_multidiscrete.py --env-id my_module:MyEnv-v0
     python ppo_multidiscrete.py --help               # every flag, with its meaning and default
 
-Seeds 1, 2 and 3, one core each, 300,000 steps: the first command ends at 133, in 1.5 to 3 minutes.
+With --total-timesteps 300000, seeds 1 to 3 of the first command end at 133, in 1.5 to 3 minutes on a core.
 
 A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
 environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.
 Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows of a batch, M rows of a
-minibatch, A components of an action, K choices of the longest and S choices of all of them, D numbers of an
-observation, I iterations. Sections 5 to 8 follow one iteration.
+minibatch, A components of an action, K choices of that with the most, S choices of all together, D numbers of
+an observation, I iterations. Sections 5 to 8 follow one iteration.
 
 Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25b9e, folder ppo2; Huang et al.
 2022, "The 37 Implementation Details of Proximal Policy Optimization", which numbers the tags [D01] to [D37];
@@ -78,7 +78,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags. Those with default None follow from --num-envs (N), as their lines say."""
+    """Flags. Where a default None follows from --num-envs (N), the line says how."""
 
     env_id: str = "MicrortsMining4x4-v1"
     """one of the microRTS tasks in section 3, or a gymnasium id; module:Env-v0 imports its module"""
@@ -149,11 +149,12 @@ class Args:
             # In Python, what equals the class's default counts as not given; the command line knows better.
             given = load_checkpoint(self.resume)["args"] | given
             vars(self).update(given)
+        given.pop("resume", None)
         self.given = given  # for checkpoints, without what follows from it: a resumed run derives that anew
 
-        ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 2**24)) | {"torch_threads": (1, 1024)}
-        ranges |= dict.fromkeys(["num_minibatches", "update_epochs", "total_timesteps"], (1, 1e15))
-        ranges |= dict.fromkeys(["checkpoint_interval"], (1, 1e15))
+        ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 10**7)) | {"torch_threads": (1, 1024)}
+        counts = ["num_minibatches", "update_epochs", "total_timesteps", "checkpoint_interval"]
+        ranges |= dict.fromkeys(counts, (1, 1e15))
         ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
         ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1))
         ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
@@ -173,7 +174,7 @@ class Args:
 
         batch = f"--num-envs {self.num_envs} x --num-steps {self.num_steps} in {self.world_size} process(es)"
         if self.minibatch_size < 2:
-            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves less than 2 rows each: {batch}")
+            raise BadInput(f"--num-minibatches {self.num_minibatches} leaves fewer than 2 rows each: {batch}")
         if self.num_iterations < 1:
             raise BadInput(f"--total-timesteps {self.total_timesteps} is less than one iteration of {batch}")
 
@@ -201,19 +202,18 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     def reset(self, *, seed=None, options=None):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.fillers = np.zeros(self.num_envs, bool)
-        self.returns, self.earlier = np.zeros((2, self.num_envs))
-        self.steps = 0  # taken so far, and in `earlier` those before the current episodes
+        self.returns, self.lengths = np.zeros((2, self.num_envs))  # of the current episodes
         self.ended = []
         return self.obs, infos
 
     def step(self, actions):
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns += rewards
-        self.steps += 1
+        self.lengths += 1
         self.fillers = terminations | truncations
         if self.fillers.any():
-            self.ended.append(np.stack([self.returns, self.steps - self.earlier], axis=1)[self.fillers])
-            self.returns[self.fillers], self.earlier[self.fillers] = 0, self.steps + 1
+            self.ended.append(np.stack([self.returns, self.lengths], axis=1)[self.fillers])
+            self.returns[self.fillers], self.lengths[self.fillers] = 0, -1  # the filler is no step of theirs
         return self.obs, rewards, terminations, truncations, infos
 
     def pop_episodes(self) -> np.ndarray:
@@ -237,7 +237,7 @@ def check_spaces(env_id, envs):
         raise BadInput(f"--env-id {env_id}: observations do not flatten to vectors: {observations}")
 
 
-def env_kwargs(args) -> dict:
+def parse_env_kwargs(args) -> dict:
     """--env-kwargs, parsed. Raises BadInput unless it is a JSON object."""
     try:
         return {**json.loads(args.env_kwargs)}
@@ -257,19 +257,19 @@ def ignored_interrupts():
             signal.signal(signal.SIGINT, handler)
 
 
-# Tasks of microRTS: map, opponent, weights of REWARDS (paid in each of 10 ticks of a step), limit of steps.
-PASSIVE = ("10x10/basesWorkers10x10", "PassiveAI")
+# Tasks of gym-microrts 0.2.0, with its rewards and limits, and first a smaller one: arguments of MicroRTS.
 TASKS = {
-    "MicrortsMining4x4-v1": ("4x4/baseTwoWorkersMaxResources4x4", "PassiveAI", [0, 1, 0, 0, 0, 0, 0], 200),
-    "MicrortsMining-v1": (*PASSIVE, [0, 1, 0, 0, 0, 0, 0], 200),
-    "MicrortsAttackShapedReward-v1": (*PASSIVE, [0, 0, 0, 0, 1, 0, 1], 400),
-    "MicrortsProduceCombatUnitsShapedReward-v1": (*PASSIVE, [0, 1, 0, 1, 0, 7, 0], 400),
-    "MicrortsRandomEnemyShapedReward3-v1": (
-        "10x10/basesWorkers10x10",
-        "RandomBiasedSingleUnitAI",
-        [5, 1, 1, 0.2, 1, 7, 0.2],
-        600,
-    ),
+    "MicrortsMining4x4-v1": {
+        "map_name": "4x4/baseTwoWorkersMaxResources4x4",
+        "weights": [0, 1, 0, 0, 0, 0, 0],
+    },
+    "MicrortsMining-v1": {"weights": [0, 1, 0, 0, 0, 0, 0]},
+    "MicrortsAttackShapedReward-v1": {"weights": [0, 0, 0, 0, 1, 0, 1], "time_limit": 400},
+    "MicrortsProduceCombatUnitsShapedReward-v1": {"weights": [0, 1, 0, 1, 0, 7, 0], "time_limit": 400},
+    "MicrortsRandomEnemyShapedReward3-v1": {
+        **{"weights": [5, 1, 1, 0.2, 1, 7, 0.2], "time_limit": 600},
+        "opponent": "RandomBiasedSingleUnitAI",
+    },
 }
 REWARDS = "WinLoss ResourceGather ProduceWorker ProduceBuilding Attack ProduceCombatUnit CloserToEnemyBase"
 # How many values of hit points, resources, owner, kind of unit and current order are told apart, one-hot in
@@ -320,17 +320,26 @@ class MicroRTS(gym.vector.VectorEnv):
 
     render_mode = "rgb_array"
 
-    def __init__(self, args, num_envs, battlefield, opponent, weights, time_limit):
+    def __init__(
+        self,
+        args,
+        num_envs,
+        weights,
+        map_name="10x10/basesWorkers10x10",
+        opponent="PassiveAI",
+        time_limit=200,
+    ):
+        """weights: of REWARDS, each paid in each of the 10 ticks of a step; time_limit: in steps."""
         self.jpype, folder = start_java(args)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_fps": 10}
-        self.num_envs, self.weights, self.time_limit = num_envs, np.array(weights), time_limit
+        self.num_envs, self.time_limit = num_envs, time_limit
+        self.weights = np.broadcast_to(np.array(weights, float), len(REWARDS.split()))
         java = self.jpype.JClass  # by name
         kinds = [java(f"ai.rewardfunction.{name}RewardFunction")() for name in REWARDS.split()]
         rewards = self.jpype.JArray(java("ai.rewardfunction.RewardFunctionInterface"))(kinds)
-        game = [java("tests.JNIClient"), java(f"ai.{opponent}"), java("rts.units.UnitTypeTable")]
-        self.clients = [
-            game[0](rewards, folder, f"maps/{battlefield}.xml", game[1](), game[2]()) for _ in range(num_envs)
-        ]
+        client, enemy = java("tests.JNIClient"), java(f"ai.{opponent}")
+        path, kinds_of_units = f"maps/{map_name}.xml", java("rts.units.UnitTypeTable")
+        self.clients = [client(rewards, folder, path, enemy(), kinds_of_units()) for _ in range(num_envs)]
         h, w = np.array(self.clients[0].reset(0).observation).shape[1:]
         self.single_observation_space = gym.spaces.Box(0, 1, (h, w, sum(PLANES)), np.float32)
         self.single_action_space = gym.spaces.MultiDiscrete([h * w, 6, 4, 4, 4, 4, 7, h * w])
@@ -338,7 +347,8 @@ class MicroRTS(gym.vector.VectorEnv):
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
-        # Opponents draw from fields that nothing seeds: one of their own, one that all share.
+        # Random opponents draw from java.util.Random objects that the game never seeds: one of their own, one
+        # in util.Sampler that all share. step() puts that of this environment into both.
         fields = [*self.jpype.JClass("util.Sampler").class_.getDeclaredFields()]
         fields += self.clients[0].ai2.getClass().getDeclaredFields()
         self.random_fields = [x for x in fields if x.getType() == self.jpype.java.util.Random.class_]
@@ -357,12 +367,9 @@ class MicroRTS(gym.vector.VectorEnv):
                 responses.append(client.reset(0))
                 continue
             for field in self.random_fields:
-                field.set(
-                    client.ai2, self.random[i]
-                )  # also where the field is shared, and others have set it
-            response = client.step(
-                np.asarray(actions[i : i + 1], np.int32), 9, 0
-            )  # the order, 9 ticks of waiting
+                field.set(client.ai2, self.random[i])
+            order = np.asarray(actions[i : i + 1], np.int32)
+            response = client.step(order, 9, 0)  # and 9 ticks of waiting
             parts = np.array(response.reward)  # (7,)
             parts[-1] = np.clip(parts[-1], -1, 1)  # +-2e9 where there was or is nothing to measure from
             rewards[i], won_or_lost[i] = parts @ self.weights, response.done[0]
@@ -395,12 +402,12 @@ class MicroRTS(gym.vector.VectorEnv):
 
 def make_vec(args, num_envs, seed, video_folder=None):
     """The vector environment, of microRTS or as gymnasium makes it."""
-    kwargs = env_kwargs(args)
+    kwargs = parse_env_kwargs(args)
     film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
     if args.env_id in TASKS:
         if args.async_envs:
             raise BadInput("--async-envs: one virtual machine holds all environments of microRTS")
-        envs = MicroRTS(args, num_envs, *TASKS[args.env_id], **kwargs)
+        envs = MicroRTS(args, num_envs, **(TASKS[args.env_id] | kwargs))
         return gym.wrappers.vector.RecordVideo(envs, **film) if video_folder else envs
     if video_folder:
         wrappers = [lambda env: gym.wrappers.RecordVideo(env, **film)]
@@ -418,7 +425,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
     With a `video_folder`, films every episode into it. Raises BadInput for what cannot be made or served.
     """
     try:
-        with contextlib.closing(make_vec(args, 1, seed)) as one:
+        with contextlib.closing(make_vec(args, 1, seed)) as one:  # before many are made
             check_spaces(args.env_id, one)
         envs = make_vec(args, num_envs, seed, video_folder)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
@@ -430,9 +437,9 @@ def make_envs(args, num_envs, seed, video_folder=None):
     except Exception as error:
         if video_folder:  # a missing renderer may raise anything
             raise BadInput(f"--capture-video: cannot film {args.env_id}: {error}") from error
-        if isinstance(error, gym.error.Error | ModuleNotFoundError):
+        if isinstance(error, gym.error.Error | ImportError):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
-        if isinstance(error, TypeError) and env_kwargs(args):
+        if isinstance(error, TypeError | ValueError | OSError | ArithmeticError) and parse_env_kwargs(args):
             raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
         raise
     return envs
@@ -442,17 +449,20 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 
 
 def derive_seed(*numbers) -> int:
-    """A seed hashed from the numbers: environment i takes seed + i, so plain neighbors would share most."""
+    """A seed of 30 bits, hashed from the numbers.
+
+    Environment i takes seed + i: plain neighbors, such as runs 1 and 2, would share all environments but one.
+    """
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
 
 # ---- 4. Networks: Agent ----
-def layer_init(layer, std=2**0.5, bias=0.0):
-    """The layer, with its weights orthogonal times `std` and its biases constant."""
+def layer_init(layer, std=2**0.5):
+    """The layer, with weights orthogonal times `std` and biases 0."""
     # [D02] Orthogonal initialization and constant biases: gain sqrt(2) in hidden layers, 1 for the value,
     # 0.01 for the policy, so that it hardly depends on the observation at first.
     nn.init.orthogonal_(layer.weight, std)
-    nn.init.constant_(layer.bias, bias)
+    nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -484,13 +494,13 @@ class Agent(nn.Module):
         choices = {"nvec": self.nvec.tolist(), "start": self.start.tolist(), "dtype": self.space_dtype.name}
         self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": choices}
         # [D13] Shared and separate MLP networks: two designs. Separate networks keep policy and value from
-        # disturbing each other; a shared trunk lets each use what the other has learned.
+        # disturbing each other; a shared one, called trunk, lets each use what the other has learned.
         self.critic = nn.Sequential(*hidden_layers(self.obs_shape), layer_init(nn.Linear(64, 1), std=1.0))
         output = layer_init(nn.Linear(64, int(self.nvec.sum())), std=0.01)
         self.actor = nn.Sequential(*hidden_layers(self.obs_shape), output)
-        # Logits of all components stand side by side, S in all: `starts` says where each
-        # component starts, `membership` (S, A) which is part of which, `places` where they go in an (A, K)
-        # matrix.
+        # Logits of all components stand side by side, S in all: `starts` says where each component starts;
+        # `membership` (S, A) is 1 where a choice belongs to a component, so that a product with it sums by
+        # component and one with its transpose spreads back; `places` is where they go in an (A, K) matrix.
         nvec = self.nvec.ravel()
         places = np.flatnonzero(np.arange(nvec.max()) < nvec[:, None])
         membership = np.repeat(np.eye(len(nvec), dtype=np.float32), nvec, axis=0)
@@ -608,7 +618,7 @@ def rollout(agent, envs, args) -> Rollout:
 def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both (T, N), of Schulman et al. 2016, arXiv 1506.02438, equation 16.
 
-    rewards, terminations, dones: (T, N); values: (T+1, N), the last row of what the last step led to.
+    rewards, terminations, dones: (T, N); values: (T+1, N), of which the last row is that of next_obs.
     """
     # [D05] Generalized advantage estimation: what follows a termination is worth 0, what a time limit cut off
     # is worth the value of the last observation; later rewards flow back across neither.
@@ -626,9 +636,12 @@ def gae(rewards, values, terminations, dones, gamma, gae_lambda) -> tuple[Tensor
 def evaluate_rollout(agent, batch, args) -> Rollout:
     """The rollout with logprobs, values, advantages and returns filled in; to be called before any update.
 
-    One pass over all rows, not T small ones: acting needs only the action, and the policy is still the same.
+    In few large pieces, not T small ones: acting needs only the action, and the policy is still the same.
     """
-    logprobs, _, values = agent.evaluate_actions(batch)  # (T, N)
+    inputs = batch.obs, batch.actions, batch.valid  # of evaluate_actions()
+    pieces = zip(*(x.flatten(0, 1).split(2048) for x in inputs), strict=True)  # to fit in caches
+    parts = zip(*(agent.evaluate_actions(Rollout(*piece)) for piece in pieces), strict=True)
+    logprobs, _, values = (torch.cat(part).view_as(batch.valid) for part in parts)  # (T, N)
     values = torch.cat([values, agent.get_value(batch.next_obs)[None]])  # (T+1, N)
     ends = batch.terminations if args.bootstrap_truncation else batch.dones
     advantages, returns = gae(batch.rewards, values, ends, batch.dones, args.gamma, args.gae_lambda)
@@ -645,7 +658,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
 
     All means are over real rows. clip_coef is a tensor: torch.compile would compile anew for each new float.
     """
-    weights = batch.valid / batch.valid.sum().clamp(min=1)  # (M,), with sum 1, or 0 if all rows are fillers
+    weights = batch.valid / batch.valid.sum().clamp(min=1)  # as valid, with sum 1, or 0 without real rows
     logprobs, entropies, values = agent.evaluate_actions(batch)
     log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.exp()
@@ -691,13 +704,13 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
     # [D06] Mini-batch updates: in each epoch all rows, shuffled, are dealt into num_minibatches parts.
     shuffles = (torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs))
     for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
-        minibatch = Rollout(*(None if x is None else x[rows] for x in columns))
+        minibatch = Rollout(*(None if x is None else x.index_select(0, rows) for x in columns))
         loss, debug = loss_fn(agent, minibatch, clip_coef, args)
         flat.grad.zero_()  # optimizer.zero_grad() would take the gradients out of their vector
         loss.backward()
         if dist.is_initialized():
-            # [A2] Parallelized gradient update: the mean over the real rows of all processes. K processes
-            # with N environments step as one with K * N, but each normalizes its own advantages.
+            # [A2] Parallelized gradient update: the mean over the real rows of all processes. P processes
+            # with N environments step as one with P * N, but each normalizes its own advantages.
             sums = torch.cat([debug, flat.grad, torch.ones(1, device=device)]) * minibatch.valid.sum()
             dist.all_reduce(sums)
             averaged = sums[:-1] / sums[-1].clamp(min=1)
@@ -735,7 +748,7 @@ def evaluate_policy(agent, envs, num_episodes, max_steps=100_000) -> list[float]
 
 
 def on_cpu(x):
-    """A nest of dicts, lists, tensors and plain values, with its tensors on the CPU."""
+    """Dicts, lists, tensors and plain values, the tensors on the CPU: torch.load() opens them anywhere."""
     if isinstance(x, dict):
         return {key: on_cpu(value) for key, value in x.items()}
     return [on_cpu(value) for value in x] if isinstance(x, list) else x.cpu() if isinstance(x, Tensor) else x
@@ -752,20 +765,26 @@ def save_checkpoint(path, agent, optimizer, args, progress):
 
 def load_checkpoint(path) -> dict:
     """What save_checkpoint() wrote, on the CPU. Raises BadInput where there is nothing of the kind."""
+    names = ("agent", "optimizer", "spaces", "args", "progress", "rng", "cuda_rng")
     try:
-        return torch.load(path, map_location="cpu")
+        checkpoint = torch.load(path, map_location="cpu")
+        return {name: checkpoint[name] for name in names}
     except Exception as error:  # whatever a file can be instead
-        raise BadInput(f"--resume {path}: cannot be read as a checkpoint: {error}") from error
+        raise BadInput(f"--resume {path}: cannot be read as a checkpoint: {error!r}") from error
 
 
 def load_agent(path) -> Agent:
-    """The agent of a checkpoint, ready for agent.act(agent.normalize(raw_obs), deterministic=True)."""
+    """The agent of a checkpoint, without gradients. For raw observations (n, ...) of n environments:
+
+    actions = agent.act(agent.normalize(raw_obs), deterministic=True)
+    envs.step(agent.env_actions(actions))
+    """
     checkpoint = load_checkpoint(path)
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
     values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]
     agent = Agent(SimpleNamespace(**spaces), SimpleNamespace(**values))
     agent.load_state_dict(checkpoint["agent"])
-    return agent
+    return agent.requires_grad_(False)
 
 
 # ---- 10. Training: train() ----
@@ -777,7 +796,7 @@ def start_process(args) -> tuple[int, torch.device]:
             raise BadInput("--cuda: this machine has fewer GPUs than processes; add --no-cuda")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if args.world_size > 1 and not dist.is_initialized():
-        # Gradients are averaged where they are; normalizers are always on the CPU.
+        # nccl averages gradients on GPUs; gloo carries what is on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_num_threads(args.torch_threads)
@@ -794,7 +813,7 @@ def gather(x) -> list:
 
 @contextlib.contextmanager
 def noted_signals():
-    """Yields a list to which Ctrl-C or SIGTERM adds its number; a second one ends the process, unsaved."""
+    """Yields a list to which Ctrl-C or SIGTERM adds its number; the same again ends the process, unsaved."""
     noted = []
 
     def note(number, frame):
@@ -830,13 +849,15 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
     optimizer = torch.optim.Adam([flatten_parameters(agent)], lr=args.learning_rate, eps=1e-5, fused=True)
     torch.manual_seed(derive_seed(args.seed, rank, iterations_done))  # other actions and shuffles in each
     if saved:
+        if saved["spaces"] != agent.spaces or saved["agent"].keys() != agent.state_dict().keys():
+            raise BadInput(f"--resume {args.resume}: is of another script, or {args.env_id} has other spaces")
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         if rank == 0:  # whose random numbers were saved
             torch.set_rng_state(saved["rng"])
             if device.type == "cuda" and saved["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(saved["cuda_rng"])
-    if dist.is_initialized():
+    if dist.is_initialized():  # machines may round initial weights differently
         for tensor in agent.state_dict().values():
             dist.broadcast(tensor, 0)
     return envs, agent, optimizer
@@ -862,7 +883,7 @@ def open_run(args, envs, agent) -> tuple:
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
     rate = f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}"
     iterations = f"{args.num_iterations:,} iterations; {rate}"
-    print(f"{batch} ({size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
+    print(f"{batch} (observations: {size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
     return folder, writer, eval_envs
 
 
@@ -929,6 +950,7 @@ def train(args) -> dict:
                 sps = sum(steps) / (time.perf_counter() - iteration_started)
                 charts = {"charts/SPS": sps, "charts/learning_rate": learning_rate}
                 log_iteration(writer, bar, progress, charts | debug, episodes)
+            # Explained variance alone may be 0 / 0, where all returns are equal.
             if not all(math.isfinite(debug[name]) for name in DEBUG[:-1]):
                 if writer is not None:  # so that the log shows what was not finite
                     writer.close()

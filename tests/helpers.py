@@ -45,6 +45,12 @@ def probe(script, name) -> str:
     return f"probe_envs:{name}{next((kind for kind, has in kinds.items() if has(script)), '')}-v0"
 
 
+def other_actions(script) -> str:
+    """--env-kwargs of a probe environment with other actions that the script takes."""
+    name = "asymmetric" if continuous(script) else "start_multi" if multi(script) else "start"
+    return f'{{"actions": "{name}"}}'
+
+
 def real(script) -> dict[str, str]:
     """env_id and env_kwargs of an environment that users of the script have, with episodes of at most 500 steps."""
     if images(script):

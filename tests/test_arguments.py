@@ -210,6 +210,6 @@ def test_the_plan_is_printed(script):
         *("--update-epochs", 2, "--total-timesteps", 100),
     )
     memory = {"ppo_atari": "1.5", "ppo_atari_lstm": "0.4"}.get(script.__name__, "0.0")
-    plan = f"4 envs x 12 steps = 48 rows per iteration ({memory} MB); 2 epochs x 4 minibatches of 12; 2 iterations"
+    plan = f"4 envs x 12 steps = 48 rows per iteration (observations: {memory} MB); 2 epochs x 4 minibatches of 12; 2 iterations"
     assert plan in done.stdout
     assert "SyncVectorEnv" in done.stdout

@@ -1,5 +1,7 @@
 """Details of Atari and of the LSTM, on ale-py's emulator."""
 
+import itertools
+
 import cv2
 import numpy as np
 import pytest
@@ -131,11 +133,11 @@ def test_d16_a_life_lost_at_the_time_limit(script):
 def test_d16_a_new_game_with_fewer_lives_is_no_lost_life(script, monkeypatch):
     """A game with an extra life is cut off; the reset that follows shows one life less."""
     envs = games(script, "Breakout", n=1, env_kwargs='{"max_num_frames_per_episode": 40}')
-    step = envs.env.step
+    step, calls = envs.env.step, itertools.count()
 
     def with_extra_life(actions):
         *rest, infos = step(actions)
-        return *rest, infos | {"lives": infos["lives"] + (envs.steps < 10)}
+        return *rest, infos | {"lives": infos["lives"] + (next(calls) < 10)}
 
     monkeypatch.setattr(envs.env, "step", with_extra_life)
     for _ in range(9):
@@ -349,7 +351,7 @@ def test_d22_scaling_images_to_0_1(script):
     assert batch.obs.max() > 1
     with torch.no_grad():
         expected = agent.trunk(batch.obs.flatten(0, 1).permute(0, 3, 1, 2) / 255)
-        assert torch.allclose(agent.hidden(batch.obs).flatten(0, 1), expected, atol=1e-5)
+        assert torch.allclose(agent.features(batch.obs).flatten(0, 1), expected, atol=1e-5)
 
 
 def test_one_copy_of_the_frames(script):
@@ -366,9 +368,9 @@ def test_pieces_change_nothing(script):
     _, _, agent, _ = build(script)
     obs = torch.randint(0, 256, (2, 150, *agent.obs_shape), dtype=torch.uint8)
     with torch.no_grad():
-        pieces = agent.hidden(obs)
+        pieces = agent.features(obs)
     assert pieces.shape == (2, 150, 512)
-    assert torch.allclose(pieces, agent.hidden(obs), atol=1e-5)
+    assert torch.allclose(pieces, agent.features(obs), atol=1e-5)
 
 
 # ---- the LSTM ----
@@ -478,9 +480,9 @@ def test_d36_reconstruct_lstm_states_during_training(script):
     second = rollout(script, agent, envs, args, first)
     assert second.starts[0].max() == 0
     with torch.no_grad():
-        outputs, last = agent.remember(agent.hidden(second.obs), second.state, second.starts)
+        outputs, last = agent.remember(agent.features(second.obs), second.state, second.starts)
         assert torch.allclose(last, second.next_state, atol=1e-5)
-        zeroed, _ = agent.remember(agent.hidden(second.obs), torch.zeros_like(second.state), second.starts)
+        zeroed, _ = agent.remember(agent.features(second.obs), torch.zeros_like(second.state), second.starts)
         assert not torch.allclose(outputs[0], zeroed[0], atol=1e-3)
         values = agent.evaluate_actions(second)[2]
     assert torch.allclose(values, agent.critic(outputs).squeeze(-1), atol=1e-6)

@@ -30,7 +30,7 @@ COPIES = {
     "make_vec of games": IMAGE,
     "make_envs of games": IMAGE,
     **dict.fromkeys(
-        ["BadInput", "num_cores", "env_kwargs", "ignored_interrupts", "derive_seed", "layer_init"], ALL
+        ["BadInput", "num_cores", "parse_env_kwargs", "ignored_interrupts", "derive_seed", "layer_init"], ALL
     ),
     **dict.fromkeys(["gae", "ppo_loss", "on_cpu", "save_checkpoint", "load_checkpoint"], ALL),
     **dict.fromkeys(
@@ -46,8 +46,8 @@ COPIES = {
         ALL,
     ),
     "parse_args": ALL,
-    **dict.fromkeys(["evaluate_rollout", "update", "train"], NOT_RECURRENT),
-    **dict.fromkeys(["Rollout", "rollout", "evaluate_policy", "load_agent"], PLAIN),
+    **dict.fromkeys(["update", "train"], NOT_RECURRENT),
+    **dict.fromkeys(["Rollout", "rollout", "evaluate_rollout", "evaluate_policy", "load_agent"], PLAIN),
     "EpisodeTracker": [*VECTOR, "ppo_multidiscrete"],
     "hidden_layers": VECTOR,
     **dict.fromkeys(["start_java", "MicroRTS", "make_vec", "check_spaces"], MULTI),
@@ -67,13 +67,13 @@ BUDGETS = {
 }
 # Lines of code outside section 3.
 CEILINGS = {
-    "ppo": 430,
-    "ppo_shared": 430,
-    "ppo_continuous_action": 495,
-    "ppo_atari": 435,
-    "ppo_atari_lstm": 470,
-    "ppo_multidiscrete": 460,
-    "ppo_multidiscrete_mask": 470,
+    "ppo": 440,
+    "ppo_shared": 440,
+    "ppo_continuous_action": 505,
+    "ppo_atari": 445,
+    "ppo_atari_lstm": 475,
+    "ppo_multidiscrete": 470,
+    "ppo_multidiscrete_mask": 475,
 }
 
 

