@@ -1,12 +1,16 @@
-"""Training steps per second of the scripts, of stable-baselines3 at the same work, and of environments alone.
+"""Training steps per second of the scripts, of stable-baselines3 at the same work, and of two floors.
 
-    python benchmark/speed.py                              # all works, 3 repetitions: 20 minutes on 2 cores
+    python benchmark/speed.py                              # all works, 3 repetitions: half an hour on 2 cores
     python benchmark/speed.py --works cartpole --repetitions 5
 
 Same work: same environment, number of environments, steps per rollout, epochs, minibatch size, networks. Each
 measurement is a process of its own; contestants take turns, and the table shows medians over the repetitions.
-With an LSTM, sb3-contrib's RecurrentPPO is the opponent.
+With an LSTM or masks, sb3-contrib's RecurrentPPO or MaskablePPO is the opponent.
 Making the environments does not count, the first iteration does.
+
+Floors: environments, stepped with actions sampled once, under the backend that the script takes; and matrix
+products, the products and convolutions of the update alone, forward and backward, at the same minibatch size.
+"Two processes" are those of torchrun, each with as many environments as the one they are compared with.
 """
 
 import json
@@ -31,6 +35,12 @@ WORKS = {
     "halfcheetah-4096": ("ppo_continuous_action", {"num_envs": 4096}, 5, None),
     "breakout": ("ppo_atari", BREAKOUT, 4, "stable-baselines3"),
     "breakout-lstm": ("ppo_atari_lstm", BREAKOUT, 3, "sb3-contrib"),
+    "microrts": ("ppo_multidiscrete_mask", {}, 8, "sb3-contrib"),
+    "halfcheetah-8": (
+        *("ppo_continuous_action", {"num_envs": 8, "backend": "gymnasium"}),
+        *(8, "two processes"),
+    ),
+    "halfcheetah-4096-torchrun": ("ppo_continuous_action", {"num_envs": 4096}, 5, "two processes"),
 }
 
 
@@ -51,7 +61,7 @@ class Args:
 def make_args(script, flags, iterations, **changes):
     """Args of the script for so many iterations, annealing included."""
     batch = script.Args(**flags)
-    return script.Args(**flags, **changes, total_timesteps=batch.batch_size * iterations)
+    return script.Args(**flags, **changes, total_timesteps=batch.rows_per_iteration * iterations)
 
 
 def measure_script(script, flags, iterations, threads, compiled):
@@ -60,11 +70,100 @@ def measure_script(script, flags, iterations, threads, compiled):
     return script.train(make_args(script, flags, iterations, compile=compiled, **changes))["sps"]
 
 
-def make_sb3_envs(args):
-    """Environments as stable-baselines3 makes, wraps and normalizes them itself."""
+def measure_products(script, flags, iterations, threads):
+    """Rows per second if an iteration were the matrix products of its minibatches alone."""
+    import torch
+    from torch import nn
+
+    args = make_args(script, flags, iterations, **({"torch_threads": threads} if threads else {}))
+    envs, agent, optimizer = script.build(args, *script.start_process(args), None, 0)
+    products = []  # functions, each of which computes what a layer computes
+
+    def note(layer, inputs, output):
+        x = inputs[0].detach()
+        wants_gradient = inputs[0].requires_grad  # those of the first layers do not
+        if isinstance(layer, nn.Conv2d):
+            gradient, masks = torch.randn_like(output), (wants_gradient, True, False)
+            rest = (layer.stride, layer.padding, layer.dilation, False, [0, 0], 1)
+            backward = torch.ops.aten.convolution_backward
+            products.append(lambda: nn.functional.conv2d(x, layer.weight, None, *rest[:3]))
+            products.append(lambda: backward(gradient, x, layer.weight, None, *rest, masks))
+        elif isinstance(layer, nn.Linear):
+            multiply(x.flatten(0, -2), layer.weight.detach(), wants_gradient)
+        elif isinstance(layer, nn.LSTM):
+            multiply(x.flatten(0, -2), layer.weight_ih_l0.detach(), wants_gradient)
+            for row in torch.randn(len(x), x.shape[1], layer.hidden_size):
+                multiply(row, layer.weight_hh_l0.detach(), True)
+
+    def multiply(x, weight, wants_gradient):
+        gradient = torch.randn(len(x), len(weight))
+        products.append(lambda: x @ weight.T)
+        products.append(lambda: gradient.T @ x)
+        if wants_gradient:
+            products.append(lambda: gradient @ weight)
+
+    def spy(agent, minibatch, *rest):
+        hooks = [layer.register_forward_hook(note) for layer in agent.modules() if not products]
+        result = script.ppo_loss(agent, minibatch, *rest)
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    state = [agent.initial_state(args.num_envs)] if hasattr(agent, "initial_state") else []
+    batch = script.evaluate_rollout(agent, script.rollout(agent, envs, args, *state), args)
+    script.update(agent, optimizer, batch, args, args.clip_coef, spy)
+    seconds = []
+    for _ in range(30):
+        started = time.perf_counter()
+        with torch.no_grad():
+            for product in products:
+                product()
+        seconds.append(time.perf_counter() - started)
+    per_iteration = statistics.median(seconds) * args.num_minibatches * args.update_epochs
+    return args.batch_size / per_iteration
+
+
+def masked_vec_env(envs):
+    """Our vector environment with masks as MaskablePPO takes it, which learns from fillers, too."""
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class Masked(VecEnv):
+        def reset(self):
+            return envs.reset(seed=1)[0]
+
+        def step_async(self, actions):
+            self.actions = actions
+
+        def step_wait(self):
+            obs, rewards, terminations, truncations, _ = envs.step(self.actions)
+            infos = [{"terminal_observation": each} for each in obs]
+            return obs, rewards, terminations | truncations, infos
+
+        def env_method(self, name, *args, indices=None, **kwargs):
+            return list(envs.masks)
+
+        def get_attr(self, name, indices=None):
+            return [getattr(envs, name.removeprefix("action_"))] * self.num_envs
+
+        def set_attr(self, name, value, indices=None):
+            raise NotImplementedError
+
+        def env_is_wrapped(self, wrapper, indices=None):
+            return [False] * self.num_envs
+
+        def close(self):
+            envs.close()
+
+    return Masked(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+
+
+def make_sb3_envs(args, script):
+    """Environments as stable-baselines3 makes, wraps and normalizes them itself; microRTS is ours."""
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
+    if args.exp_name == "ppo_multidiscrete_mask":
+        return masked_vec_env(script.make_envs(args, args.num_envs, 1))
     if args.env_id.endswith("NoFrameskip-v4"):
         envs = make_atari_env(args.env_id, n_envs=args.num_envs, seed=args.seed)
         return envs if args.exp_name == "ppo_atari_lstm" else VecFrameStack(envs, 4)
@@ -75,8 +174,19 @@ def make_sb3_envs(args):
 def measure_sb3(script, flags, iterations, threads):
     """PPO of stable-baselines3, or RecurrentPPO of sb3-contrib with the LSTM that our script has."""
     import torch
-    from sb3_contrib import RecurrentPPO
+    from sb3_contrib import MaskablePPO, RecurrentPPO
     from stable_baselines3 import PPO
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+
+    class Grids(BaseFeaturesExtractor):
+        """The hidden layers that our script has for (H, W, C) grids."""
+
+        def __init__(self, space):
+            super().__init__(space, 64)
+            self.layers = torch.nn.Sequential(*script.hidden_layers(space.shape))
+
+        def forward(self, obs):
+            return self.layers(obs.permute(0, 3, 1, 2))
 
     if threads:
         torch.set_num_threads(threads)
@@ -87,9 +197,12 @@ def measure_sb3(script, flags, iterations, threads):
     if args.exp_name == "ppo_atari_lstm":
         algorithm, policy = RecurrentPPO, "CnnLstmPolicy"
         network = {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False}
+    if args.exp_name == "ppo_multidiscrete_mask":
+        algorithm, network = MaskablePPO, {"features_extractor_class": Grids, "net_arch": []}
+        network["share_features_extractor"] = False
     model = algorithm(
         policy,
-        make_sb3_envs(args),
+        make_sb3_envs(args, script),
         policy_kwargs=network,
         n_steps=args.num_steps,
         batch_size=args.minibatch_size,
@@ -132,19 +245,24 @@ def work_on(measurement):
         os.chdir(folder)
         if measurement["who"] == "environments":
             sps = measure_environments(script, flags, iterations)
+        elif measurement["who"] == "products":
+            sps = measure_products(script, flags, iterations, measurement["threads"])
         elif measurement["who"] == "sb3":
             sps = measure_sb3(script, flags, iterations, measurement["threads"])
         else:
             compiled = measurement["who"] == "compiled"
             sps = measure_script(script, flags, iterations, measurement["threads"], compiled)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-    print("RESULT " + json.dumps({"sps": sps, "memory": memory}))
+    if os.environ.get("RANK", "0") == "0":
+        print("RESULT " + json.dumps({"sps": sps, "memory": memory}))
 
 
 def measure(work, who, threads, iterations) -> dict:
     """One measurement: {"sps": steps per second, "memory": peak in GiB}."""
     measurement = {"work": work, "who": who, "threads": threads, "iterations": iterations}
-    command = [sys.executable, __file__, "--worker", json.dumps(measurement)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, *(torchrun if who == "processes" else [])]
+    command = [*launcher, __file__, "--worker", json.dumps(measurement)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{measurement} failed:\n{done.stderr}")
@@ -154,9 +272,18 @@ def measure(work, who, threads, iterations) -> dict:
 def compare(work, args) -> list[tuple]:
     """Rows of the table for one work, from measurements in turns."""
     script_name, _, _, rival = WORKS[work]
-    contestants = [("environments", None), ("script", 1), ("script", None)]
+    contestants = [
+        ("environments", None),
+        ("products", 1),
+        ("products", None),
+        ("script", 1),
+        ("script", None),
+    ]
     contestants += [("compiled", 1)] if args.compile else []
-    contestants += [("sb3", 1), ("sb3", None)] if rival else []
+    if rival == "two processes":
+        contestants += [("processes", 1)]
+    elif rival:
+        contestants += [("sb3", 1), ("sb3", None)]
     results = {contestant: [] for contestant in contestants}
     for _ in range(args.repetitions):
         for contestant in contestants:
@@ -164,21 +291,29 @@ def compare(work, args) -> list[tuple]:
             results[contestant].append(result)
             print(f"{work}, {contestant}: {result['sps']:,.0f} steps/s", file=sys.stderr, flush=True)
     ours = f"{script_name}.py"
-    names = {"script": ours, "compiled": f"{ours} --compile", "sb3": rival}
+    names = {"script": ours, "compiled": f"{ours} --compile", "processes": f"two processes of {ours}"}
+    names |= {"sb3": rival, "products": "matrix products"}
     sps = {c: statistics.median(result["sps"] for result in results[c]) for c in contestants}
     rows = []
     for who, threads in contestants:
-        speed, reference = sps[who, threads], sps.get(("sb3", threads))
-        to_sb3 = f"{speed / reference:.2f}" if reference and who != "environments" else ""
+        speed, floor = sps[who, threads], who in ("environments", "products")
+        rival_speed = None if floor else sps.get(("sb3", threads))
+        if who == "processes":
+            rival_speed = sps["script", 1]
+        ratios = [
+            rival_speed,
+            None if floor else sps["environments", None],
+            None if floor else sps["products", threads],
+        ]
+        ratios = [f"{speed / reference:.2f}" if reference else "" for reference in ratios]
         memory = statistics.median(result["memory"] for result in results[who, threads])
         label = "" if who == "environments" else str(threads or "default")
-        share = f"{speed / sps['environments', None]:.3f}"
-        rows.append((work, names.get(who, who), label, to_sb3, share, f"{speed:,.0f}", f"{memory:.2f}"))
+        rows.append((work, names.get(who, who), label, *ratios, f"{speed:,.0f}", f"{memory:.2f}"))
     return rows
 
 
 def main(args):
-    header = ("work", "who", "torch threads", "x sb3", "x environments", "steps/s", "peak GiB")
+    header = ("work", "who", "threads", "x rival", "x environments", "x products", "steps/s", "peak GiB")
     rows = [header, ("---",) * len(header), *(row for work in args.works for row in compare(work, args))]
     print("\n".join("| " + " | ".join(row) + " |" for row in rows))
 
