@@ -5,8 +5,8 @@
     python ppo_atari.py --env-id CarRacing-v3 --env-kwargs '{"continuous": false}' --no-clip-rewards
     python ppo_atari.py --help                           # every flag, with its meaning and default
 
-On 2 CPU cores: 600 steps/s. With settings that the README states, Pong reaches 16.2 points in training after
-1.23M steps, and 19.8 of 21 in deterministic games.
+On 2 CPU cores: 600 steps/s. With flags that benchmark/results/README.md states, Pong reached 16.2 points in
+training after 1.23M steps, and 19.8 of 21 in deterministic games.
 
 A row is one step of one environment; in a game, four frames. Fillers are rows whose action is not the
 agent's: an environment only resets, because vector environments take a step of their own for that, or FIRE is
@@ -100,13 +100,13 @@ class Args:
     repeat_action_probability: float = 0.0
     """sticky actions: probability that the last action is taken again; 0.25 in arXiv 1709.06009"""
     clip_rewards: bool = True
-    """learn from the signs of the rewards; scores are logged as they are"""
+    """learn from the signs of rewards; scores are logged as they are. Without it, try --no-clip-vloss"""
     exp_name: str = Path(__file__).stem
     """name of the experiment, part of the run folder's name"""
     seed: int = 1
     """seed of weights, actions, shuffles and environments"""
     env_kwargs: str = "{}"
-    """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
+    """arguments of the environment as a JSON object: '{"gravity": -9}' for LunarLander-v3"""
     async_envs: bool = False
     """run each environment that is no game in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
@@ -116,13 +116,13 @@ class Args:
     gamma: float = 0.99
     """discount per step"""
     gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation: 0 trusts the value function, 1 the rewards alone"""
+    """lambda of generalized advantage estimation: 0 trusts the values at once, 1 as late as it can"""
     bootstrap_truncation: bool = True
     """value what a time limit cut off; --no-bootstrap-truncation treats a time limit as a termination"""
     norm_adv: bool = True
     """normalize advantages in each minibatch"""
     clip_vloss: bool = True
-    """limit the change of values in the value loss by the clip range"""
+    """limit the change of values in the value loss by the clip range, here in units of the returns"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -216,7 +216,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.lengths += 1
         over, lives = terminations | truncations, infos.get("lives", self.lives)
         # [D16] EpisodicLifeEnv: a lost life terminates the episode that is learned from, while the game goes
-        # on. Some games show 0 lives for a while before they end; then the end counts.
+        # on and frames stay in the stack. Some games show 0 lives for a while before they end; then the end
+        # counts.
         life_lost = (lives < self.lives) & (lives > 0)
         terminations |= life_lost
         self.lives = np.where(over, 0, lives)  # a new game may have less than one that was cut off
@@ -288,8 +289,8 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
         repeat_action_probability=args.repeat_action_probability,
         batch_size=num_envs,
         autoreset_mode="NextStep",
-        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action (FIRE is pressed where it has
-        # that).
+        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action, but for one FIRE where it has
+        # that.
         noop_max=30,
         # [D15] MaxAndSkipEnv: an action lasts 4 frames, whose rewards are added. What is seen is the maximum
         # of the last two, because many games draw some things in every other frame only.
@@ -382,7 +383,7 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 def derive_seed(*numbers) -> int:
     """A seed of 30 bits, hashed from the numbers.
 
-    Environment i takes seed + i: plain neighbors, such as runs 1 and 2, would share all environments but one.
+    Most vector environments give environment i seed + i: runs 1 and 2 would share all environments but one.
     """
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
@@ -575,7 +576,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     squared_errors = (values - batch.returns).square()
     if args.clip_vloss:
         # [D09] Value function loss clipping: the larger of two errors, one of them with the value clipped to
-        # a range around the old one.
+        # a range around the old one. The range is in units of the returns: large ones are learned slowly.
         clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
 
@@ -672,9 +673,9 @@ def load_checkpoint(path) -> dict:
 
 
 def load_agent(path) -> Agent:
-    """The agent of a checkpoint, without gradients. For raw observations (n, ...) of n environments:
+    """The agent of a checkpoint, without gradients. With envs of make_envs(), which press FIRE:
 
-    actions = agent.act(agent.normalize(raw_obs), deterministic=True)
+    actions = agent.act(agent.normalize(envs.obs), deterministic=True)
     envs.step(agent.env_actions(actions))
     """
     checkpoint = load_checkpoint(path)
@@ -728,7 +729,10 @@ def noted_signals():
 
 
 def flatten_parameters(agent) -> nn.Parameter:
-    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step."""
+    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step.
+
+    The agent must not be moved afterwards, which would take its parameters out of the vector.
+    """
     flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
     nn.utils.vector_to_parameters(flat.detach(), agent.parameters())
     flat.grad = torch.zeros_like(flat)

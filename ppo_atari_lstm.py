@@ -100,13 +100,13 @@ class Args:
     repeat_action_probability: float = 0.0
     """sticky actions: probability that the last action is taken again; 0.25 in arXiv 1709.06009"""
     clip_rewards: bool = True
-    """learn from the signs of the rewards; scores are logged as they are"""
+    """learn from the signs of rewards; scores are logged as they are. Without it, try --no-clip-vloss"""
     exp_name: str = Path(__file__).stem
     """name of the experiment, part of the run folder's name"""
     seed: int = 1
     """seed of weights, actions, shuffles and environments"""
     env_kwargs: str = "{}"
-    """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
+    """arguments of the environment as a JSON object: '{"gravity": -9}' for LunarLander-v3"""
     async_envs: bool = False
     """run each environment that is no game in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
@@ -116,13 +116,13 @@ class Args:
     gamma: float = 0.99
     """discount per step"""
     gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation: 0 trusts the value function, 1 the rewards alone"""
+    """lambda of generalized advantage estimation: 0 trusts the values at once, 1 as late as it can"""
     bootstrap_truncation: bool = True
     """value what a time limit cut off; --no-bootstrap-truncation treats a time limit as a termination"""
     norm_adv: bool = True
     """normalize advantages in each minibatch"""
     clip_vloss: bool = True
-    """limit the change of values in the value loss by the clip range"""
+    """limit the change of values in the value loss by the clip range, here in units of the returns"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -132,7 +132,7 @@ class Args:
     cuda: bool = True
     """use the GPU if there is one"""
     torch_deterministic: bool = True
-    """have cuDNN, which computes convolutions and the LSTM on a GPU, use reproducible algorithms only"""
+    """have cuDNN use reproducible convolutions; its LSTM needs CUBLAS_WORKSPACE_CONFIG=:4096:2 as well"""
     torch_threads: int | None = None
     """CPU threads of PyTorch; default one per core"""
     compile: bool = False
@@ -224,7 +224,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.lengths += 1
         over, lives = terminations | truncations, infos.get("lives", self.lives)
         # [D16] EpisodicLifeEnv: a lost life terminates the episode that is learned from, while the game goes
-        # on. Some games show 0 lives for a while before they end; then the end counts.
+        # on and frames stay in the stack. Some games show 0 lives for a while before they end; then the end
+        # counts.
         life_lost = (lives < self.lives) & (lives > 0)
         terminations |= life_lost
         self.lives = np.where(over, 0, lives)  # a new game may have less than one that was cut off
@@ -298,8 +299,8 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
         repeat_action_probability=args.repeat_action_probability,
         batch_size=num_envs,
         autoreset_mode="NextStep",
-        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action (FIRE is pressed where it has
-        # that).
+        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action, but for one FIRE where it has
+        # that.
         noop_max=30,
         # [D15] MaxAndSkipEnv: an action lasts 4 frames, whose rewards are added. What is seen is the maximum
         # of the last two, because many games draw some things in every other frame only.
@@ -392,7 +393,7 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 def derive_seed(*numbers) -> int:
     """A seed of 30 bits, hashed from the numbers.
 
-    Environment i takes seed + i: plain neighbors, such as runs 1 and 2, would share all environments but one.
+    Most vector environments give environment i seed + i: runs 1 and 2 would share all environments but one.
     """
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
@@ -422,6 +423,13 @@ class Agent(nn.Module):
         self.first_action, self.clip_rewards = space["start"], args.clip_rewards
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
         self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": space}
+        self.lstm = nn.LSTM(
+            512, 128
+        )  # first, so that cuDNN finds its weights where flatten_parameters() starts
+        # [D32] Layer initialization for LSTM: weights orthogonal with gain 1, those of all gates as one
+        # matrix; biases 0.
+        for parameter in self.lstm.parameters():
+            nn.init.orthogonal_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
         # [D21] Shared Nature-CNN: three convolutions and a layer of 512, which policy and value both train.
         self.trunk = nn.Sequential(
             *(layer_init(nn.Conv2d(shape[0], 32, 8, stride=4)), nn.ReLU(inplace=True)),
@@ -429,11 +437,6 @@ class Agent(nn.Module):
             *(layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(inplace=True), nn.Flatten()),
             *(layer_init(nn.Linear(64 * 7 * 7, 512)), nn.ReLU(inplace=True)),
         )
-        self.lstm = nn.LSTM(512, 128)
-        # [D32] Layer initialization for LSTM: weights orthogonal with gain 1, those of all gates as one
-        # matrix; biases 0.
-        for parameter in self.lstm.parameters():
-            nn.init.orthogonal_(parameter) if parameter.ndim > 1 else nn.init.zeros_(parameter)
         self.critic = layer_init(nn.Linear(128, 1), std=1.0)
         self.actor = layer_init(nn.Linear(128, space["n"]), std=0.01)
 
@@ -623,7 +626,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     squared_errors = (values - batch.returns).square()
     if args.clip_vloss:
         # [D09] Value function loss clipping: the larger of two errors, one of them with the value clipped to
-        # a range around the old one.
+        # a range around the old one. The range is in units of the returns: large ones are learned slowly.
         clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
 
@@ -722,12 +725,12 @@ def load_checkpoint(path) -> dict:
 
 
 def load_agent(path) -> Agent:
-    """The agent of a checkpoint, without gradients. For raw observations (n, ...) of n environments:
+    """The agent of a checkpoint, without gradients. With envs of make_envs(), which press FIRE:
 
-    actions, state = agent.act(agent.normalize(raw_obs), state, starts, deterministic=True)
+    actions, state = agent.act(agent.normalize(envs.obs), state, envs.starts, deterministic=True)
     envs.step(agent.env_actions(actions))
 
-    At first, state is agent.initial_state(n); starts (n,) are 1 where an episode begins.
+    At first, state is agent.initial_state(n) for n environments.
     """
     checkpoint = load_checkpoint(path)
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
@@ -780,7 +783,10 @@ def noted_signals():
 
 
 def flatten_parameters(agent) -> nn.Parameter:
-    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step."""
+    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step.
+
+    The agent must not be moved afterwards, which would take its parameters out of the vector.
+    """
     flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
     nn.utils.vector_to_parameters(flat.detach(), agent.parameters())
     flat.grad = torch.zeros_like(flat)

@@ -78,7 +78,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags. Where a default None follows from --num-envs (N), the line says how."""
+    """Flags. Where a default None follows from N, or with P processes from P * N, the line says how."""
 
     env_id: str = "HalfCheetah-v5"
     """gymnasium id of the environment; module:Env-v0 imports the module that registers it"""
@@ -113,7 +113,7 @@ class Args:
     seed: int = 1
     """seed of weights, actions, shuffles and environments"""
     env_kwargs: str = "{}"
-    """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
+    """arguments of the environment as a JSON object: '{"gravity": -9}' for LunarLander-v3"""
     async_envs: bool = False
     """run each gymnasium environment in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
@@ -123,13 +123,13 @@ class Args:
     gamma: float = 0.99
     """discount per step"""
     gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation: 0 trusts the value function, 1 the rewards alone"""
+    """lambda of generalized advantage estimation: 0 trusts the values at once, 1 as late as it can"""
     bootstrap_truncation: bool = True
     """value what a time limit cut off; --no-bootstrap-truncation treats a time limit as a termination"""
     norm_adv: bool = True
     """normalize advantages in each minibatch"""
     clip_vloss: bool = True
-    """limit the change of values in the value loss by the clip range"""
+    """limit the change of values in the value loss by the clip range, here in units of the returns"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -269,8 +269,8 @@ PLANAR = {
 class PlanarMujoco(gym.vector.VectorEnv):
     """The tasks of PLANAR, stepped together: an environment is one row of states, a thread has one MjData.
 
-    Model and constants are those of gymnasium's environment. mujoco.rollout starts each solver anew: states
-    depart from gymnasium's by rounding errors, which contacts magnify.
+    Model and constants are those of gymnasium's environment. mujoco.rollout starts the solver of each call
+    anew, not from the last result: states differ within its tolerance, which contacts magnify.
     """
 
     def __init__(self, env_id, num_envs, kwargs):
@@ -345,7 +345,10 @@ class PlanarMujoco(gym.vector.VectorEnv):
 
 def choose_backend(args) -> str:
     """What steps the environments. Raises BadInput where it was asked for and cannot."""
-    in_envpool, planar = args.env_id in envpool.list_all_envs(), args.env_id in PLANAR
+    in_envpool = args.env_id in envpool.list_all_envs()
+    planar = args.env_id in PLANAR and "xml_file" not in parse_env_kwargs(
+        args
+    )  # other models may have more state
     if not {"envpool": in_envpool, "mujoco": planar}.get(args.backend, True):
         raise BadInput(f"--backend {args.backend} does not know --env-id {args.env_id}")
     only_there = in_envpool and args.env_id not in gym.registry
@@ -462,7 +465,7 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 def derive_seed(*numbers) -> int:
     """A seed of 30 bits, hashed from the numbers.
 
-    Environment i takes seed + i: plain neighbors, such as runs 1 and 2, would share all environments but one.
+    Most vector environments give environment i seed + i: runs 1 and 2 would share all environments but one.
     """
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
@@ -725,7 +728,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     squared_errors = (values - batch.returns).square()
     if args.clip_vloss:
         # [D09] Value function loss clipping: the larger of two errors, one of them with the value clipped to
-        # a range around the old one.
+        # a range around the old one. The range is in units of the returns: large ones are learned slowly.
         clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
 
@@ -878,7 +881,10 @@ def noted_signals():
 
 
 def flatten_parameters(agent) -> nn.Parameter:
-    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step."""
+    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step.
+
+    The agent must not be moved afterwards, which would take its parameters out of the vector.
+    """
     flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
     nn.utils.vector_to_parameters(flat.detach(), agent.parameters())
     flat.grad = torch.zeros_like(flat)

@@ -79,7 +79,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags. Where a default None follows from --num-envs (N), the line says how."""
+    """Flags. Where a default None follows from N, or with P processes from P * N, the line says how."""
 
     env_id: str = "MicrortsMining4x4-v1"
     """one of the microRTS tasks in section 3, or a gymnasium id; module:Env-v0 imports its module"""
@@ -104,7 +104,7 @@ class Args:
     seed: int = 1
     """seed of weights, actions, shuffles and environments"""
     env_kwargs: str = "{}"
-    """arguments of the environment as a JSON object, such as '{"gravity": -9.0}'"""
+    """arguments of the environment as a JSON object: '{"gravity": -9}' for LunarLander-v3"""
     async_envs: bool = False
     """run each gymnasium environment in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
@@ -114,13 +114,13 @@ class Args:
     gamma: float = 0.99
     """discount per step"""
     gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation: 0 trusts the value function, 1 the rewards alone"""
+    """lambda of generalized advantage estimation: 0 trusts the values at once, 1 as late as it can"""
     bootstrap_truncation: bool = True
     """value what a time limit cut off; --no-bootstrap-truncation treats a time limit as a termination"""
     norm_adv: bool = True
     """normalize advantages in each minibatch"""
     clip_vloss: bool = True
-    """limit the change of values in the value loss by the clip range"""
+    """limit the change of values in the value loss by the clip range, here in units of the returns"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -241,8 +241,12 @@ def check_spaces(env_id, envs):
     observations, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(actions, gym.spaces.MultiDiscrete | gym.spaces.Discrete):
         raise BadInput(f"--env-id {env_id}: actions must be MultiDiscrete or Discrete, not {actions}")
-    if len(observations.shape or ()) > 3:
-        raise BadInput(f"--env-id {env_id}: observations must be vectors or (H, W, C) grids: {observations}")
+    frames = observations.dtype == np.uint8 and len(observations.shape) == 3 and observations.high.max() > 1
+    if frames or len(observations.shape or ()) > 3:
+        hint = "; for uint8 frames there is ppo_atari.py" if frames else ""
+        raise BadInput(
+            f"--env-id {env_id}: observations must be vectors or (H, W, C) grids: {observations}{hint}"
+        )
     try:
         flat = gym.spaces.flatten_space(observations).shape if observations.is_np_flattenable else (0,)
     except ValueError:  # gymnasium's, for some spaces with an empty part
@@ -414,7 +418,7 @@ class MicroRTS(gym.vector.VectorEnv):
         return list(np.kron(colors * brightness[..., None], np.ones((32, 32, 1))).astype(np.uint8))
 
 
-def make_vec(args, num_envs, seed, video_folder=None):
+def make_vec(args, num_envs, video_folder=None):
     """The vector environment, of microRTS or as gymnasium makes it."""
     kwargs = parse_env_kwargs(args)
     film = {"video_folder": str(video_folder), "episode_trigger": lambda episode: True}
@@ -439,9 +443,9 @@ def make_envs(args, num_envs, seed, video_folder=None):
     With a `video_folder`, films every episode into it. Raises BadInput for what cannot be made or served.
     """
     try:
-        with contextlib.closing(make_vec(args, 1, seed)) as one:  # before many are made
+        with contextlib.closing(make_vec(args, 1)) as one:  # before many are made
             check_spaces(args.env_id, one)
-        envs = make_vec(args, num_envs, seed, video_folder)
+        envs = make_vec(args, num_envs, video_folder)
         if not isinstance(envs.single_observation_space, gym.spaces.Box):
             envs = gym.wrappers.vector.FlattenObservation(envs)
         envs = EpisodeTracker(envs)
@@ -465,7 +469,7 @@ EVALUATION = 2**32 - 1  # used in place of a rank, so that evaluation gets seeds
 def derive_seed(*numbers) -> int:
     """A seed of 30 bits, hashed from the numbers.
 
-    Environment i takes seed + i: plain neighbors, such as runs 1 and 2, would share all environments but one.
+    Most vector environments give environment i seed + i: runs 1 and 2 would share all environments but one.
     """
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 2)
 
@@ -567,7 +571,7 @@ class Agent(nn.Module):
 
     def act(self, obs, masks, deterministic=False) -> Tensor:
         """(n, *obs_shape), (n, S) bool -> (n, A), sampled or the most likely ones, counted from 0."""
-        logits = self.logits(obs, torch.as_tensor(masks, device=obs.device))  # (n, S)
+        logits = self.logits(obs, torch.as_tensor(masks, dtype=torch.bool, device=obs.device))  # (n, S)
         if not deterministic:
             # Minus the log of Exp(1) is Gumbel noise; the argmax of logits + noise samples the softmax.
             logits = logits - torch.empty_like(logits).exponential_().log()
@@ -699,7 +703,7 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     squared_errors = (values - batch.returns).square()
     if args.clip_vloss:
         # [D09] Value function loss clipping: the larger of two errors, one of them with the value clipped to
-        # a range around the old one.
+        # a range around the old one. The range is in units of the returns: large ones are learned slowly.
         clipped_values = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         squared_errors = torch.maximum(squared_errors, (clipped_values - batch.returns).square())
 
@@ -853,7 +857,10 @@ def noted_signals():
 
 
 def flatten_parameters(agent) -> nn.Parameter:
-    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step."""
+    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step.
+
+    The agent must not be moved afterwards, which would take its parameters out of the vector.
+    """
     flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
     nn.utils.vector_to_parameters(flat.detach(), agent.parameters())
     flat.grad = torch.zeros_like(flat)

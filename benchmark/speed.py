@@ -11,6 +11,8 @@ Making the environments does not count, the first iteration does.
 Floors: environments, stepped with actions sampled once, under the backend that the script takes; and matrix
 products, the products and convolutions of the update alone, forward and backward, at the same minibatch size.
 "Two processes" are those of torchrun, each with as many environments as the one they are compared with.
+"mj_step" are raw physics on all cores, five calls of it to one step. MountainCar stands for an environment in
+Python; gymnasium's sync loop steps it without anything of ours.
 """
 
 import json
@@ -41,6 +43,8 @@ WORKS = {
         *(8, "two processes"),
     ),
     "halfcheetah-4096-torchrun": ("ppo_continuous_action", {"num_envs": 4096}, 5, "two processes"),
+    "halfcheetah-mj_step": ("ppo_continuous_action", {"num_envs": 4096}, 5, "mj_step"),
+    "mountaincar-64": ("ppo", {"env_id": "MountainCar-v0", "num_envs": 64}, 100, "gymnasium's sync loop"),
 }
 
 
@@ -65,7 +69,7 @@ def make_args(script, flags, iterations, **changes):
 
 
 def measure_script(script, flags, iterations, threads, compiled):
-    """Real steps per second, as the script itself counts them; once compiled, the median of later iterations."""
+    """Real steps per second, as the script counts them; of a compiled one, the median of later iterations."""
     changes = {"torch_threads": threads} if threads else {}
     result = script.train(make_args(script, flags, iterations, compile=compiled, **changes))
     if not compiled:
@@ -238,6 +242,37 @@ def measure_environments(script, flags, iterations):
     return args.num_steps * iterations * args.num_envs / (time.perf_counter() - started)
 
 
+def measure_mj_step(script, flags, iterations):
+    """Steps per second of the physics alone: one long trajectory for each core, random controls."""
+    import mujoco.rollout
+    import numpy as np
+
+    args = make_args(script, flags, iterations)
+    one = script.make_envs(args, 1, 1).unwrapped.one
+    cores, calls = script.num_cores(), 20_000
+    controls = np.random.default_rng(0).uniform(-1, 1, (cores, calls, one.model.nu))
+    states = np.concatenate([np.zeros(1), one.init_qpos, one.init_qvel])[None].repeat(cores, axis=0)
+    datas = [mujoco.MjData(one.model) for _ in range(cores)]
+    with mujoco.rollout.Rollout(nthread=cores) as threads:
+        started = time.perf_counter()
+        threads.rollout([one.model] * cores, datas, states, controls)
+        return cores * calls / one.frame_skip / (time.perf_counter() - started)
+
+
+def measure_sync_loop(script, flags, iterations):
+    """Steps per second of gymnasium's SyncVectorEnv, without wrappers of ours."""
+    import gymnasium
+
+    args = make_args(script, flags, iterations)
+    envs = gymnasium.make_vec(args.env_id, args.num_envs, "sync")
+    envs.reset(seed=1)
+    actions = envs.action_space.sample()
+    started = time.perf_counter()
+    for _ in range(args.num_steps * iterations):
+        envs.step(actions)
+    return args.num_steps * iterations * args.num_envs / (time.perf_counter() - started)
+
+
 def work_on(measurement):
     """Runs in a process of its own; prints steps per second and peak memory."""
     import importlib
@@ -251,6 +286,9 @@ def work_on(measurement):
         os.chdir(folder)
         if measurement["who"] == "environments":
             sps = measure_environments(script, flags, iterations)
+        elif measurement["who"] in ("mj_step", "gymnasium's sync loop"):
+            measure_floor = measure_mj_step if measurement["who"] == "mj_step" else measure_sync_loop
+            sps = measure_floor(script, flags, iterations)
         elif measurement["who"] == "products":
             sps = measure_products(script, flags, iterations, measurement["threads"])
         elif measurement["who"] == "sb3":
@@ -288,6 +326,8 @@ def compare(work, args) -> list[tuple]:
     contestants += [("compiled", 1)] if args.compile else []
     if rival == "two processes":
         contestants += [("processes", 1)]
+    elif rival in ("mj_step", "gymnasium's sync loop"):
+        contestants = [(rival, None), ("environments", None), ("script", None)]
     elif rival:
         contestants += [("sb3", 1), ("sb3", None)]
     results = {contestant: [] for contestant in contestants}
@@ -302,14 +342,16 @@ def compare(work, args) -> list[tuple]:
     sps = {c: statistics.median(result["sps"] for result in results[c]) for c in contestants}
     rows = []
     for who, threads in contestants:
-        speed, floor = sps[who, threads], who in ("environments", "products")
+        speed, floor = sps[who, threads], who in ("environments", "products", rival)
         rival_speed = None if floor else sps.get(("sb3", threads))
         if who == "processes":
             rival_speed = sps["script", 1]
+        if (rival, None) in sps and who != rival:
+            rival_speed = sps[rival, None]
         ratios = [
             rival_speed,
             None if floor else sps["environments", None],
-            None if floor else sps["products", threads],
+            None if floor else sps.get(("products", threads)),
         ]
         ratios = [f"{speed / reference:.2f}" if reference else "" for reference in ratios]
         memory = statistics.median(result["memory"] for result in results[who, threads])

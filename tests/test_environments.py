@@ -23,7 +23,7 @@ from helpers import (
 from probe_envs import OBSERVATIONS
 
 REFUSED = {"frames", "gray", "image", "sequence", "graph"}
-GRIDS = {"frames", "image"}  # for scripts with convolutions; gray frames are matrices there
+GRIDS = {"image"}  # for scripts with convolutions; gray frames are matrices there
 
 
 @pytest.mark.scripts(*VECTOR)
@@ -48,7 +48,9 @@ def test_observations_that_are_refused(script, kind):
 
 
 @pytest.mark.scripts(*MULTI)
-@pytest.mark.parametrize("kind", [kind for kind in OBSERVATIONS if kind not in {"sequence", "graph"}])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in OBSERVATIONS if kind not in {"sequence", "graph", "frames"}]
+)
 def test_observations_of_vectors_and_grids(script, kind):
     args, envs, agent, _ = build(script, f"Observe_{kind}", num_envs=3, num_minibatches=1)
     batch = rollout(script, agent, envs, args)
@@ -58,7 +60,7 @@ def test_observations_of_vectors_and_grids(script, kind):
 
 
 @pytest.mark.scripts(*MULTI)
-@pytest.mark.parametrize("kind", ["sequence", "graph"])
+@pytest.mark.parametrize("kind", ["sequence", "graph", "frames"])
 def test_observations_that_are_neither(script, kind):
     with pytest.raises(script.BadInput, match="observations "):
         script.train(make_args(script, f"Observe_{kind}"))

@@ -143,6 +143,14 @@ def test_a4_invalid_action_masking(script):
 
 
 @MASK
+def test_a4_masks_of_bytes(script):
+    """As environments give them in infos, outside of a rollout."""
+    agent, batch = made_up(script, "start_multi", n=50)
+    masks = np.tile(np.array([0, 1, 0, 0, 1], np.int8), (50, 1))
+    assert (agent.act(batch.obs[0], masks) == torch.tensor([1, 2])).all()
+
+
+@MASK
 def test_a4_nothing_valid_in_a_component(script):
     """Its first choice, for certain: log-probability and entropy 0, no gradient."""
     agent, batch = made_up(script, "start_multi", n=10)
