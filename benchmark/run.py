@@ -30,7 +30,6 @@ import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS, RESULTS = ROOT / "benchmark/runs", ROOT / "benchmark/results"
 
 
 @dataclass
@@ -45,23 +44,22 @@ class Args:
     """partition of the SLURM jobs"""
     hours: int = 24
     """time limit of a job"""
+    runs: Path = ROOT / "benchmark/runs"
+    """folder of the runs"""
+    results: Path = ROOT / "benchmark/results"
+    """folder of the results"""
 
 
 @dataclass(frozen=True)
 class Run:
     """One training run of a plan."""
 
-    plan: str
+    folder: Path
     script: str
     env_id: str
     seed: int
     name: str  # of the flags, "" for the defaults
-    flags: tuple[tuple[str, object], ...]
-
-    @property
-    def folder(self) -> Path:
-        env = self.env_id.replace("/", "-").replace(":", "-")
-        return RUNS / self.plan / "__".join(filter(None, [self.script, env, self.name, str(self.seed)]))
+    flags: dict[str, object]
 
     @property
     def done(self) -> bool:
@@ -72,14 +70,16 @@ class Run:
         return sorted(self.folder.glob("runs/*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
 
 
-def read_plan(path) -> list[Run]:
+def read_plan(path, folder) -> list[Run]:
     """The runs of a plan, seed by seed, so that all have one result before any has three."""
-    entries, runs = tomllib.loads(path.read_text())["runs"], []
-    for entry in entries:
+    runs = []
+    for entry in tomllib.loads(path.read_text())["runs"]:
+        script, name, flags = entry["script"], entry.get("name", ""), entry.get("flags", {})
         for env_id in entry["env_ids"]:
+            env = env_id.replace("/", "-").replace(":", "-")
             for seed in entry["seeds"]:
-                flags = tuple(sorted(entry.get("flags", {}).items()))
-                runs.append(Run(path.stem, entry["script"], env_id, seed, entry.get("name", ""), flags))
+                label = "__".join(filter(None, [script, env, name, str(seed)]))
+                runs.append(Run(folder.resolve() / path.stem / label, script, env_id, seed, name, flags))
     return sorted(runs, key=lambda run: run.seed)
 
 
@@ -89,7 +89,7 @@ def work_on(run) -> str:
     os.chdir(run.folder)
     sys.path.insert(0, str(ROOT))
     script = importlib.import_module(run.script)
-    flags = {"env_id": run.env_id, "seed": run.seed, "torch_threads": 1} | dict(run.flags)
+    flags = {"env_id": run.env_id, "seed": run.seed, "torch_threads": 1} | run.flags
     if saved := run.checkpoints():
         flags["resume"] = str(saved[-1])
     started = time.time()
@@ -102,7 +102,7 @@ def work_on(run) -> str:
     if result["signal"]:
         return "interrupted"
     result |= {"seconds": time.time() - started, "finished": time.strftime("%Y-%m-%d %H:%M"), **machine()}
-    result["flags"] = {"env_id": run.env_id, "seed": run.seed} | dict(run.flags)
+    result["flags"] = {"env_id": run.env_id, "seed": run.seed} | run.flags
     (run.folder / "done.json").write_text(json.dumps(result, indent=2))
     return "finished"
 
@@ -125,7 +125,7 @@ def make_executor(args):
         return ProcessPoolExecutor(args.workers, max_tasks_per_child=1)
     import submitit
 
-    executor = submitit.AutoExecutor(RUNS / "jobs", cluster=args.cluster)
+    executor = submitit.AutoExecutor(args.runs / "jobs", cluster=args.cluster)
     executor.update_parameters(timeout_min=60 * args.hours, cpus_per_task=1)
     if args.partition:
         executor.update_parameters(slurm_partition=args.partition)
@@ -151,11 +151,11 @@ def returns_of(run) -> list[tuple[int, float, float]]:
     return points
 
 
-def collect(name, runs):
+def collect(plan, results, runs):
     """Writes the results of the finished runs."""
-    RESULTS.mkdir(exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
     finished = [run for run in runs if run.done]
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
+    with open(results / f"{plan.stem}.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["script", "env", "name", "seed", "step", "seconds", "return"])
         for run in finished:
@@ -165,8 +165,8 @@ def collect(name, runs):
     notes = {run.folder.name: json.loads((run.folder / "done.json").read_text()) for run in finished}
     for note in notes.values():
         note.pop("checkpoint")
-    command = f"python benchmark/run.py benchmark/plans/{name}.toml"
-    (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "runs": notes}, indent=1) + "\n")
+    text = json.dumps({"command": f"python benchmark/run.py {plan}", "runs": notes}, indent=1)
+    (results / f"{plan.stem}.json").write_text(text + "\n")
 
 
 def thinned(points, most=200) -> list:
@@ -178,7 +178,7 @@ def thinned(points, most=200) -> list:
 
 def main(args) -> int:
     """Exit status: 0 if all runs are finished."""
-    runs = read_plan(args.plan)
+    runs = read_plan(args.plan, args.runs)
     waiting, failed = [run for run in runs if not run.done], []
     print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
     executor = make_executor(args)
@@ -195,8 +195,10 @@ def main(args) -> int:
                 failed.append(f"{run.folder.name} {outcome}; see {run.folder / 'log.txt'}")
                 bar.write(failed[-1], file=sys.stderr)
             bar.update()
-    collect(args.plan.stem, runs)
-    print(f"{sum(run.done for run in runs)} of {len(runs)} runs are finished; {RESULTS / args.plan.stem}.csv")
+    collect(args.plan, args.results, runs)
+    print(
+        f"{sum(run.done for run in runs)} of {len(runs)} runs are finished; see {args.results / args.plan.stem}.csv"
+    )
     for line in failed:
         print(line)
     return 1 if failed else 0

@@ -1,0 +1,114 @@
+"""The runner of plans: several runs, resumed, skipped, failing; on this machine and through submitit."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PLAN = """
+[[runs]]
+script = "ppo"
+env_ids = ["probe_envs:Score-v0"]
+seeds = [1, 2]
+flags = {total_timesteps = 240, num_envs = 2, num_steps = 12, num_minibatches = 2}
+
+[[runs]]
+script = "ppo_continuous_action"
+env_ids = ["probe_envs:ScoreBox-v0"]
+seeds = [1]
+name = "short"
+flags = {total_timesteps = 240, num_envs = 2, num_steps = 12, num_minibatches = 2}
+"""
+BAD = """
+[[runs]]
+script = "ppo"
+env_ids = ["probe_envs:BrokenReward-v0", "probe_envs:Score-v0"]
+seeds = [1]
+flags = {total_timesteps = 960, num_envs = 2, num_steps = 12, num_minibatches = 2}
+"""
+LONG = """
+[[runs]]
+script = "ppo"
+env_ids = ["CartPole-v1"]
+seeds = [1]
+flags = {total_timesteps = 30720, checkpoint_interval = 1}
+"""
+
+
+def command(text, *flags):
+    Path("plan.toml").write_text(text)
+    folders = ["--runs", "work", "--results", "results"]
+    return [sys.executable, ROOT / "benchmark/run.py", "plan.toml", *folders, *map(str, flags)]
+
+
+def run_plan(text, *flags):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    return subprocess.run(
+        command(text, *flags), capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
+
+
+def rows():
+    with open("results/plan.csv") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--workers", 2], ["--cluster", "local"]], ids=["here", "submitit"])
+def test_a_plan(flags):
+    """All runs leave their returns; once finished, nothing is run again."""
+    done = run_plan(PLAN, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 runs are finished" in done.stdout
+    assert {(r["script"], r["name"], r["seed"]) for r in rows()} == {
+        ("ppo", "", "1"),
+        ("ppo", "", "2"),
+        ("ppo_continuous_action", "short", "1"),
+    }
+    assert {float(row["return"]) for row in rows()} == {1000.0}
+    assert max(int(row["step"]) for row in rows()) > 200
+    notes = json.loads(Path("results/plan.json").read_text())
+    assert notes["command"] == "python benchmark/run.py plan.toml"
+    assert len(notes["runs"]) == 3
+    assert all({"versions", "machine", "finished", "flags"} <= set(note) for note in notes["runs"].values())
+    before = sorted(Path("work").rglob("events*"))
+    again = run_plan(PLAN, *flags)
+    assert "3 runs, 3 of them finished before" in again.stdout
+    assert sorted(Path("work").rglob("events*")) == before
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_reported():
+    """With the place of its log; the others are finished all the same."""
+    done = run_plan(BAD, "--workers", 2)
+    assert done.returncode == 1
+    assert "BrokenReward-v0__1 failed: FloatingPointError" in done.stdout
+    assert "1 of 2 runs are finished" in done.stdout
+    (log,) = Path("work").rglob("*BrokenReward*/log.txt")
+    assert "FloatingPointError" in log.read_text()
+    assert {row["env"] for row in rows()} == {"probe_envs:Score-v0"}
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on():
+    """Ctrl-C saves; the next call resumes from there, and the curve has each step once."""
+    process = subprocess.Popen(command(LONG), start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while not list(Path("work").rglob("checkpoint.pt")):
+        time.sleep(0.1)
+        assert process.poll() is None, process.stderr.read()
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert not list(Path("work").rglob("done.json"))
+    done = run_plan(LONG)
+    assert done.returncode == 0, done.stderr
+    assert len(list(Path("work").rglob("checkpoint.pt"))) == 2
+    steps = [int(row["step"]) for row in rows()]
+    assert steps == sorted(set(steps))
+    assert steps[-1] > 28_000
