@@ -196,9 +196,8 @@ def main(args) -> int:
                 bar.write(failed[-1], file=sys.stderr)
             bar.update()
     collect(args.plan, args.results, runs)
-    print(
-        f"{sum(run.done for run in runs)} of {len(runs)} runs are finished; see {args.results / args.plan.stem}.csv"
-    )
+    table = args.results / f"{args.plan.stem}.csv"
+    print(f"{sum(run.done for run in runs)} of {len(runs)} runs are finished; see {table}")
     for line in failed:
         print(line)
     return 1 if failed else 0
