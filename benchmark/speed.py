@@ -38,11 +38,9 @@ WORKS = {
     "breakout": ("ppo_atari", BREAKOUT, 4, "stable-baselines3"),
     "breakout-lstm": ("ppo_atari_lstm", BREAKOUT, 3, "sb3-contrib"),
     "microrts": ("ppo_multidiscrete_mask", {}, 40, "sb3-contrib"),
-    "halfcheetah-8": (
-        *("ppo_continuous_action", {"num_envs": 8, "backend": "gymnasium"}),
-        *(8, "two processes"),
-    ),
+    "halfcheetah-8": ("ppo_continuous_action", {"num_envs": 8, "backend": "gymnasium"}, 8, "two processes"),
     "halfcheetah-4096-torchrun": ("ppo_continuous_action", {"num_envs": 4096}, 5, "two processes"),
+    "halfcheetah-4096-envpool": ("ppo_continuous_action", {"num_envs": 4096, "backend": "envpool"}, 5, None),
     "halfcheetah-mj_step": ("ppo_continuous_action", {"num_envs": 4096}, 5, "mj_step"),
     "mountaincar-64": ("ppo", {"env_id": "MountainCar-v0", "num_envs": 64}, 100, "gymnasium's sync loop"),
 }
