@@ -381,12 +381,13 @@ class Pool(gym.vector.VectorObservationWrapper):
     def __init__(self, pool):
         super().__init__(pool)
         with warnings.catch_warnings(action="ignore"):  # of gymnasium, on the precision of envpool's bounds
-            space = pool.single_observation_space
+            space, actions = pool.single_observation_space, pool.single_action_space
         self.keys = list(space) if isinstance(space, gym.spaces.Dict) else []
         self.single_observation_space = gym.spaces.flatten_space(space) if self.keys else space
         # A pool states both spaces for one environment only.
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = gym.vector.utils.batch_space(pool.single_action_space, self.num_envs)
+        self.single_action_space = actions
+        self.action_space = gym.vector.utils.batch_space(actions, self.num_envs)
 
     def reset(self, *, seed=None, options=None):
         return super().reset()  # it was seeded when it was made, and warns of another seed

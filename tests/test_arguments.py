@@ -31,7 +31,7 @@ BAD = [
     ({"vf_coef": float("nan")}, "--vf-coef"),
     ({"seed": -1}, "--seed"),
     ({"eval_episodes": -1}, "--eval-episodes"),
-    ({"num_envs": 4, "num_steps": 1, "num_minibatches": 4}, "--num-minibatches 4 leaves less than 2 rows"),
+    ({"num_envs": 4, "num_steps": 1, "num_minibatches": 4}, "--num-minibatches 4 leaves fewer than 2 rows"),
     ({"num_envs": 4, "num_steps": 12, "num_minibatches": 4, "total_timesteps": 47}, "--total-timesteps 47"),
     ({"resume": "no/such/checkpoint.pt"}, "--resume no/such/checkpoint.pt"),
 ]

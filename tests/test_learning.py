@@ -65,7 +65,7 @@ def test_terminations_end_the_value_of_images(script):
 @pytest.mark.scripts(LSTM)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "iterations", "low", "high"), [("Recall", 30, 0.9, 1.0), ("Leak", 18, 0.3, 0.7)]
+    ("env", "iterations", "low", "high"), [("Recall", 40, 0.9, 1.0), ("Leak", 18, 0.3, 0.7)]
 )
 def test_memory(script, env, iterations, low, high):
     """It holds what an episode showed 3 steps ago (0.5 without), and nothing of the episode before (1.0 with that)."""

@@ -341,9 +341,7 @@ def test_async_is_not_for_microrts(script):
 
 
 def test_actions_of_a_grid(script):
-    """Convolutions for (H, W, C), also where bytes come in."""
-    _, agent, _, batch = recorded(
-        script, "Observe_frames", num_steps=4, num_minibatches=1, total_timesteps=32
-    )
-    assert agent.obs_shape == (84, 84, 3)
+    """Convolutions for (H, W, C)."""
+    _, agent, _, batch = recorded(script, "Observe_image", num_steps=4, num_minibatches=1, total_timesteps=32)
+    assert agent.obs_shape == (8, 8, 3)
     assert act(script, agent, batch.obs[0]).shape == (4, 2)
