@@ -5,8 +5,8 @@
     python ppo.py --env-id LunarLander-v3 --total-timesteps 1000000 --capture-video
     python ppo.py --help                     # every flag, with its meaning and default
 
-Seed 1 on 2 CPU cores: the first command takes 53 s and ends at a mean return of 500, the maximum; the second takes
-47 s and ends at 478, in deterministic episodes at 500.
+Seed 1 on 2 CPU cores: the first command takes 53 s and ends at a mean return of 500, the maximum; the second
+takes 47 s and ends at 478, in deterministic episodes at 500.
 
 A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
 environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.
