@@ -73,7 +73,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags. Where a default None follows from N, or with P processes from P * N, the line says how."""
+    """Flags. Where a default None follows from N, the line says how; P processes multiply g by P."""
 
     env_id: str = "CartPole-v1"
     """gymnasium id of the environment; module:Env-v0 imports the module that registers it"""
@@ -711,7 +711,7 @@ def log_iteration(writer, bar, progress, scalars, episodes):
 def train(args) -> dict:
     """Trains as `args` says and leaves a run folder behind; returns the final numbers.
 
-    episodic_return: mean raw return of the last max(100, N) episodes, or None; global_step: real rows so far;
+    episodic_return: mean raw return of the last max(100, P * N) episodes, or None; global_step: real rows;
     sps: those of this call per second; checkpoint: its path; eval_returns: list; signal: what ended it, or 0.
     Raises BadInput for what cannot be served, FloatingPointError when a loss or gradient is not finite.
     """

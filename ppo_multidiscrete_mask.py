@@ -79,7 +79,7 @@ def num_cores() -> int:
 
 @dataclass
 class Args:
-    """Flags. Where a default None follows from N, or with P processes from P * N, the line says how."""
+    """Flags. Where a default None follows from N, the line says how; P processes multiply g by P."""
 
     env_id: str = "MicrortsMining4x4-v1"
     """one of the microRTS tasks in section 3, or a gymnasium id; module:Env-v0 imports its module"""
@@ -104,7 +104,7 @@ class Args:
     seed: int = 1
     """seed of weights, actions, shuffles and environments"""
     env_kwargs: str = "{}"
-    """arguments of the environment as a JSON object: '{"gravity": -9}' for LunarLander-v3"""
+    """arguments of the environment as a JSON object: '{"time_limit": 100}' for microRTS"""
     async_envs: bool = False
     """run each gymnasium environment in a process of its own; worth it where a step is slow"""
     anneal_lr: bool = True
@@ -932,7 +932,7 @@ def log_iteration(writer, bar, progress, scalars, episodes):
 def train(args) -> dict:
     """Trains as `args` says and leaves a run folder behind; returns the final numbers.
 
-    episodic_return: mean raw return of the last max(100, N) episodes, or None; global_step: real rows so far;
+    episodic_return: mean raw return of the last max(100, P * N) episodes, or None; global_step: real rows;
     sps: those of this call per second; checkpoint: its path; eval_returns: list; signal: what ended it, or 0.
     Raises BadInput for what cannot be served, FloatingPointError when a loss or gradient is not finite.
     """
