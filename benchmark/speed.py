@@ -1,6 +1,6 @@
 """Training steps per second of the scripts, of stable-baselines3 at the same work, and of two floors.
 
-    python benchmark/speed.py                              # all works, 3 repetitions: half an hour on 2 cores
+    python benchmark/speed.py                              # all works, 3 repetitions: 40 minutes on 2 cores
     python benchmark/speed.py --works cartpole --repetitions 5
 
 Same work: same environment, number of environments, steps per rollout, epochs, minibatch size, networks. Each
