@@ -88,6 +88,8 @@ class Args:
     """T, steps per rollout; default 2048 / N, at least 32: beyond N = 64 the batch grows by g = N / 64"""
     num_minibatches: int | None = None
     """parts of the batch, one gradient step each; default 32"""
+    samples_per_env: int | None = None
+    """instead of --num-minibatches: steps of each environment in a minibatch, of N times as many rows"""
     update_epochs: int | None = None
     """passes over each batch; default 10, or 5 if g exceeds 1"""
     learning_rate: float | None = None
@@ -164,7 +166,7 @@ class Args:
 
         ranges = dict.fromkeys(["num_envs", "num_steps"], (1, 10**7)) | {"torch_threads": (1, 1024)}
         counts = ["num_minibatches", "update_epochs", "total_timesteps", "checkpoint_interval"]
-        ranges |= dict.fromkeys([*counts, "normalizer_samples"], (1, 1e15))
+        ranges |= dict.fromkeys([*counts, "normalizer_samples", "samples_per_env"], (1, 1e15))
         ranges |= dict.fromkeys(["seed", "eval_episodes", "ent_coef", "vf_coef"], (0, 1e15))
         ranges |= dict.fromkeys(["gamma", "gae_lambda"], (0, 1))
         ranges |= dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl"], (1e-12, 1e15))
@@ -175,6 +177,11 @@ class Args:
 
         g = self.world_size * max(1.0, self.num_envs / 64)  # an iteration collects g times 2048 rows
         self.num_steps = self.num_steps or max(32, 2048 // self.num_envs)
+        if per_env := self.samples_per_env:
+            self.num_minibatches = self.num_minibatches or self.num_steps // per_env
+            if per_env * self.num_minibatches != self.num_steps:
+                product = f"--samples-per-env {per_env} x --num-minibatches {self.num_minibatches}"
+                raise BadInput(f"{product} is not --num-steps {self.num_steps}")
         self.num_minibatches = self.num_minibatches or 32
         self.update_epochs = self.update_epochs or (10 if g == 1 else 5)
         self.learning_rate = self.learning_rate or 3e-4 * g**0.25
@@ -346,9 +353,8 @@ class PlanarMujoco(gym.vector.VectorEnv):
 def choose_backend(args) -> str:
     """What steps the environments. Raises BadInput where it was asked for and cannot."""
     in_envpool = args.env_id in envpool.list_all_envs()
-    planar = args.env_id in PLANAR and "xml_file" not in parse_env_kwargs(
-        args
-    )  # other models may have more state
+    other_model = "xml_file" in parse_env_kwargs(args)  # which may have more state
+    planar = args.env_id in PLANAR and not other_model
     if not {"envpool": in_envpool, "mujoco": planar}.get(args.backend, True):
         raise BadInput(f"--backend {args.backend} does not know --env-id {args.env_id}")
     only_there = in_envpool and args.env_id not in gym.registry
@@ -935,10 +941,12 @@ def open_run(args, envs, agent) -> tuple:
     size = (args.batch_size + args.num_envs) * math.prod(agent.obs_shape) * agent.obs_dtype.itemsize
     batch = f"{args.num_envs} envs x {args.num_steps} steps = {args.batch_size:,} rows per iteration"
     learning = f"{args.update_epochs} epochs x {args.num_minibatches} minibatches of {args.minibatch_size:,}"
+    gradients = args.update_epochs * args.num_minibatches  # per iteration
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
     rate = f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}"
-    iterations = f"{args.num_iterations:,} iterations; {rate}"
-    print(f"{batch} (observations: {size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
+    iterations = f"{args.num_iterations:,} iterations = {args.num_iterations * gradients:,} gradients; {rate}"
+    print(f"{batch} (observations: {size / 1e6:,.1f} MB); {learning} = {gradients:,} gradients{processes}")
+    print(iterations, flush=True)
     return folder, writer, eval_envs
 
 

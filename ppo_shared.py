@@ -689,10 +689,12 @@ def open_run(args, envs, agent) -> tuple:
     size = (args.batch_size + args.num_envs) * math.prod(agent.obs_shape) * agent.obs_dtype.itemsize
     batch = f"{args.num_envs} envs x {args.num_steps} steps = {args.batch_size:,} rows per iteration"
     learning = f"{args.update_epochs} epochs x {args.num_minibatches} minibatches of {args.minibatch_size:,}"
+    gradients = args.update_epochs * args.num_minibatches  # per iteration
     processes = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
     rate = f"learning rate {args.learning_rate:.3g}{' annealed' if args.anneal_lr else ''}"
-    iterations = f"{args.num_iterations:,} iterations; {rate}"
-    print(f"{batch} (observations: {size / 1e6:,.1f} MB); {learning}{processes}; {iterations}", flush=True)
+    iterations = f"{args.num_iterations:,} iterations = {args.num_iterations * gradients:,} gradients; {rate}"
+    print(f"{batch} (observations: {size / 1e6:,.1f} MB); {learning} = {gradients:,} gradients{processes}")
+    print(iterations, flush=True)
     return folder, writer, eval_envs
 
 

@@ -7,6 +7,7 @@ A plan is a TOML file of [[runs]] with `script`, `env_ids`, `seeds` and `flags`.
 benchmark/runs/, in which the script leaves what it always leaves, and log.txt with what it printed. A
 finished run is skipped, an interrupted one goes on from its last checkpoint. benchmark/results/ gets the
 returns of all finished runs as CSV (script, env, name, seed, step, seconds, return) and how they were made.
+With --keep, the runs that are in there already stay, so that a plan can be spread over days and machines.
 """
 
 import contextlib
@@ -44,6 +45,8 @@ class Args:
     """partition of the SLURM jobs"""
     hours: int = 24
     """time limit of a job"""
+    keep: bool = False
+    """keep what the results hold already, and run only what they lack"""
     runs: Path = ROOT / "benchmark/runs"
     """folder of the runs"""
     results: Path = ROOT / "benchmark/results"
@@ -142,31 +145,49 @@ def returns_of(run) -> list[tuple[int, float, float]]:
         log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         if "charts/SPS" not in log.Tags()["scalars"]:
             continue
-        first = log.Scalars("charts/SPS")[0].wall_time
-        points = [point for point in points if point[0] < log.Scalars("charts/SPS")[0].step]
+        speeds = log.Scalars("charts/SPS")
+        points = [point for point in points if point[0] < speeds[0].step]
+        steps = speeds[1].step - speeds[0].step if len(speeds) > 1 else speeds[0].step  # of an iteration
+        first = speeds[0].wall_time - steps / speeds[0].value  # when the first iteration began
         if "charts/episodic_return" in log.Tags()["scalars"]:
             events = log.Scalars("charts/episodic_return")
             points += [(event.step, seconds + event.wall_time - first, event.value) for event in events]
-        seconds += log.Scalars("charts/SPS")[-1].wall_time - first
+        seconds += speeds[-1].wall_time - first
     return points
 
 
-def collect(plan, results, runs):
-    """Writes the results of the finished runs."""
+COLUMNS = ["script", "env", "name", "seed", "step", "seconds", "return"]
+
+
+def read_results(stem, results) -> tuple[list[dict], dict[str, dict]]:
+    """What `results` hold of a plan: the rows of its CSV, and how each run was made."""
+    if not (results / f"{stem}.json").exists():
+        return [], {}
+    with open(results / f"{stem}.csv", newline="") as file:
+        return list(csv.DictReader(file)), json.loads((results / f"{stem}.json").read_text())["runs"]
+
+
+def collect(stem, command, results, runs, kept, returns_of):
+    """Writes what is known of the runs: from their folders if they are finished there, else what was kept."""
     results.mkdir(parents=True, exist_ok=True)
-    finished = [run for run in runs if run.done]
-    with open(results / f"{plan.stem}.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["script", "env", "name", "seed", "step", "seconds", "return"])
-        for run in finished:
+    old_rows, old_notes = kept
+    rows, notes = [], {}
+    for run in runs:
+        key = {"script": run.script, "env": run.env_id, "name": run.name, "seed": str(run.seed)}
+        if run.done:
+            notes[run.folder.name] = json.loads((run.folder / "done.json").read_text())
+            notes[run.folder.name].pop("checkpoint", None)
             for step, seconds, value in thinned(returns_of(run)):
-                row = (run.script, run.env_id, run.name, run.seed, step, f"{seconds:.1f}", f"{value:.6g}")
-                writer.writerow(row)
-    notes = {run.folder.name: json.loads((run.folder / "done.json").read_text()) for run in finished}
-    for note in notes.values():
-        note.pop("checkpoint")
-    text = json.dumps({"command": f"python benchmark/run.py {plan}", "runs": notes}, indent=1)
-    (results / f"{plan.stem}.json").write_text(text + "\n")
+                rows.append(key | {"step": step, "seconds": f"{seconds:.1f}", "return": f"{value:.6g}"})
+        elif run.folder.name in old_notes:
+            notes[run.folder.name] = old_notes[run.folder.name]
+            rows += [row for row in old_rows if key.items() <= row.items()]
+    with open(results / f"{stem}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    text = json.dumps({"command": command, "runs": notes}, indent=1)
+    (results / f"{stem}.json").write_text(text + "\n")
 
 
 def thinned(points, most=200) -> list:
@@ -176,15 +197,15 @@ def thinned(points, most=200) -> list:
     return [(part[-1][0], part[-1][1], sum(value for _, _, value in part) / len(part)) for part in parts]
 
 
-def main(args) -> int:
-    """Exit status: 0 if all runs are finished."""
-    runs = read_plan(args.plan, args.runs)
-    waiting, failed = [run for run in runs if not run.done], []
+def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> int:
+    """Runs what is not finished and writes the results; 0 if then all is finished, else 1."""
+    kept = read_results(stem, args.results) if args.keep else ([], {})
+    waiting = [run for run in runs if not run.done and run.folder.name not in kept[1]]
     print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
-    executor = make_executor(args)
-    futures = {executor.submit(work_on, run): run for run in waiting}
-    bar = tqdm(total=len(waiting), unit="run")
-    with bar:
+    executor, failed = make_executor(args), []
+    futures = {executor.submit(work, run): run for run in waiting}
+    try:
+        bar = tqdm(total=len(waiting), unit="run")
         for future in as_completed(futures) if args.cluster == "none" else futures:
             run = futures[future]
             try:
@@ -195,12 +216,20 @@ def main(args) -> int:
                 failed.append(f"{run.folder.name} {outcome}; see {run.folder / 'log.txt'}")
                 bar.write(failed[-1], file=sys.stderr)
             bar.update()
-    collect(args.plan, args.results, runs)
-    table = args.results / f"{args.plan.stem}.csv"
-    print(f"{sum(run.done for run in runs)} of {len(runs)} runs are finished; see {table}")
+        bar.close()
+    finally:  # also after Ctrl-C
+        collect(stem, command, args.results, runs, kept, returns_of)
+    finished = len(runs) - len(failed)
+    print(f"{finished} of {len(runs)} runs are finished; see {args.results / f'{stem}.csv'}")
     for line in failed:
         print(line)
     return 1 if failed else 0
+
+
+def main(args) -> int:
+    """Exit status: 0 if all runs are finished."""
+    runs, command = read_plan(args.plan, args.runs), f"python benchmark/run.py {args.plan}"
+    return run_all(runs, args, args.plan.stem, command)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,24 @@ def test_bad_normalizer_samples(script):
         script.Args(normalizer_samples=0)
 
 
+@pytest.mark.scripts("ppo_continuous_action")
+def test_samples_per_env(script):
+    """The other way to count: a minibatch has so many steps of each environment, and N times as many rows."""
+    args = script.Args(num_envs=4096, num_steps=32, samples_per_env=4)
+    assert (args.num_minibatches, args.minibatch_size) == (8, 16_384)
+    assert script.Args(num_envs=4, samples_per_env=512).num_minibatches == 1
+    assert script.Args(num_envs=4, num_steps=32, samples_per_env=4, num_minibatches=8).minibatch_size == 16
+    for flags, product in [
+        ({"num_minibatches": 4}, "--samples-per-env 4 x --num-minibatches 4"),
+        ({"samples_per_env": 5}, "--samples-per-env 5 x --num-minibatches 6"),
+        ({"samples_per_env": 33}, "--samples-per-env 33 x --num-minibatches 0"),
+    ]:
+        with pytest.raises(script.BadInput, match=f"^{product} is not --num-steps 32$"):
+            script.Args(**{"num_envs": 64, "num_steps": 32, "samples_per_env": 4} | flags)
+    with pytest.raises(script.BadInput, match="--samples-per-env must lie in"):
+        script.Args(samples_per_env=0)
+
+
 @pytest.mark.scripts(*DISTINCT)
 @pytest.mark.parametrize(
     ("flags", "words"),
@@ -210,6 +228,7 @@ def test_the_plan_is_printed(script):
         *("--update-epochs", 2, "--total-timesteps", 100),
     )
     memory = {"ppo_atari": "1.5", "ppo_atari_lstm": "0.4"}.get(script.__name__, "0.0")
-    plan = f"4 envs x 12 steps = 48 rows per iteration (observations: {memory} MB); 2 epochs x 4 minibatches of 12; 2 iterations"
+    plan = f"4 envs x 12 steps = 48 rows per iteration (observations: {memory} MB); 2 epochs x 4 minibatches of 12 = 8 gradients"
     assert plan in done.stdout
+    assert "\n2 iterations = 16 gradients; learning rate" in done.stdout
     assert "SyncVectorEnv" in done.stdout

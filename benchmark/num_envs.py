@@ -1,0 +1,313 @@
+"""What num_envs does to gradient, return and time: ppo_continuous_action.py with 1 to 4,096 environments.
+
+    python benchmark/num_envs.py --workers 2                 # everything: 15 hours on 2 cores
+    python benchmark/num_envs.py --seeds 1 --regimes a d     # a part; with --keep, results add up
+    python benchmark/num_envs.py --only-figure
+
+Each run has one core (one thread for PyTorch, one for the physics) and ends after 10 minutes of training or
+2,000,000 samples (20,000,000 from N = 1024 on), those of regimes d and e when their schedule does. Times are
+CPU seconds of the process, which on a core of its own are seconds: other load changes them little. Training
+is what the script does; between its iterations, and not counted in its time,
+
+- 16 episodes are played with the policy as it is, at 25 points of each run: the curves;
+- gradients are measured on the batch that the next update will learn from, before it does, as often as that
+  takes less than a twentieth of the time: see gradient_statistics().
+
+benchmark/results/num_envs.csv has the curves, num_envs.json the rest.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmark.run import ROOT, Run, machine, run_all
+
+NUMBERS = [1, 4, 16, 64, 256, 1024, 4096]
+SCRIPT = "ppo_continuous_action"
+SECONDS = 600
+POINTS, EPISODES = 25, 16  # of a curve; played at each
+# What stays the same while N grows. The learning rate of a, b and c is that of ppo2 for every N.
+REGIMES = {
+    "a": "T and samples per environment: batch and minibatch grow (MimicKit: 32 steps, 4 of them, 5 epochs)",
+    "b": "batch of 4,096 and minibatch of 64: T shrinks (10 epochs, as ppo2)",
+    "c": "T of 64 and minibatch of 64: more gradients for a batch (5 epochs)",
+    "d": "the defaults of the script",
+    "e": "the defaults, first episodes cut at random steps",
+}
+
+
+@dataclass
+class Args:
+    workers: int = 1
+    """runs at a time, one core each"""
+    env_ids: tuple[str, ...] = ("HalfCheetah-v5", "Hopper-v5")
+    """HalfCheetah-v5 has all regimes, others a, d and e"""
+    regimes: tuple[str, ...] = tuple(REGIMES)
+    """letters of the regimes to run"""
+    numbers: tuple[int, ...] = tuple(NUMBERS)
+    """numbers of environments; e has those from 64 on"""
+    seeds: tuple[int, ...] = (1, 2)
+    """seeds"""
+    only_figure: bool = False
+    """run nothing: figure and table of the results that are there"""
+    keep: bool = False
+    """keep what the results hold already, and run only what they lack"""
+    cluster: str = "none"
+    """see run.py"""
+    runs: Path = ROOT / "benchmark/runs"
+    """folder of the runs"""
+    results: Path = ROOT / "benchmark/results"
+    """folder of the results"""
+
+
+def flags_of(regime, num_envs) -> dict:
+    """Flags of the script."""
+    rate = {"learning_rate": 3e-4, "anneal_lr": False, "update_epochs": 5}
+    rate["total_timesteps"] = 20_000_000 if num_envs >= 1024 else 2_000_000
+    return {
+        "a": rate | {"num_steps": 32, "samples_per_env": 4},
+        "b": rate | {"num_steps": 4096 // num_envs, "num_minibatches": 64, "update_epochs": 10},
+        "c": rate | {"num_steps": 64, "num_minibatches": num_envs},
+        "d": {},
+        "e": {},
+    }[regime] | {"num_envs": num_envs, "backend": "mujoco"}
+
+
+def all_runs(args, numbers=None) -> list[Run]:
+    """The runs of the study, seed by seed."""
+    runs = []
+    for seed in args.seeds:
+        for env_id in args.env_ids:
+            for regime in args.regimes:
+                if env_id != "HalfCheetah-v5" and regime in "bc":
+                    continue
+                for n in args.numbers:
+                    if regime == "e" and n < 64:
+                        continue
+                    name = f"{regime}-{n}"
+                    folder = args.runs.resolve() / "num_envs" / f"{SCRIPT}__{env_id}__{name}__{seed}"
+                    runs.append(Run(folder, SCRIPT, env_id, seed, name, flags_of(regime, n)))
+    return runs
+
+
+# ---- Measurements ----
+def gradient_statistics(script, agent, flat, batch, args, seed) -> dict[str, float]:
+    """Signal and noise of the gradient on one batch, of the policy's and of the value function's parameters.
+
+    The batch is dealt into minibatches as update() deals it (at least 8, at most 64 of them looked at). With
+    K minibatches of M rows and gradients g_k of mean g:
+    trace: trace of the covariance of one row's gradient, M / (K - 1) sum |g_k - g|^2
+    square: |g|^2 - trace / (K M), an unbiased estimate of |G|^2 if rows are independent
+    trace / square is the simple noise scale of McCandlish et al. 2018, arXiv 1812.06162, in rows.
+    They are not: those of one environment resemble each other. With the gradients u and v of two halves of
+    the environments (with N = 1, of the time), each of B / 2 rows:
+    halves_dot: u v, an unbiased estimate of |G|^2
+    halves_trace: B |u - v|^2 / 4, what trace would be if rows were independent; cosine: of u and v
+    """
+    columns = [x.flatten(0, 1) if x is not None else None for x in batch._replace(next_obs=None)]
+    clip_coef = torch.tensor(args.clip_coef)
+    names = [name for name, parameter in agent.named_parameters() for _ in range(parameter.numel())]
+    is_value = torch.tensor([name.startswith("critic") for name in names])
+
+    def gradient(rows):
+        part = script.Rollout(*(None if x is None else x.index_select(0, rows) for x in columns))
+        flat.grad.zero_()
+        script.ppo_loss(agent, part, clip_coef, args)[0].backward()
+        return flat.grad.clone()
+
+    generator = torch.Generator().manual_seed(seed)
+    T, N = batch.valid.shape
+    parts = torch.randperm(T * N, generator=generator).tensor_split(max(8, args.num_minibatches))[:64]
+    gradients = torch.stack([gradient(rows) for rows in parts])
+    rows = torch.arange(T * N).view(T, N)
+    order = torch.randperm(N, generator=generator)
+    sides = rows.tensor_split(2) if N == 1 else (rows[:, order[: N // 2]], rows[:, order[N // 2 :]])
+    u, v = (gradient(side.flatten()) for side in sides)
+    M, K = sum(len(part) for part in parts) / len(parts), len(parts)
+    result = {}
+    for name, mask in {"policy": ~is_value, "value": is_value}.items():
+        g, a, b = gradients[:, mask].double(), u[mask].double(), v[mask].double()
+        trace = M * (g - g.mean(0)).square().sum() / (K - 1)
+        result[f"{name}_trace"] = trace
+        result[f"{name}_square"] = g.mean(0).square().sum() - trace / (K * M)
+        result[f"{name}_halves_dot"] = a @ b
+        result[f"{name}_halves_trace"] = T * N * (a - b).square().sum() / 4
+        result[f"{name}_cosine"] = a @ b / (a.norm() * b.norm()).clamp(min=1e-30)
+    return {name: float(number) for name, number in result.items()}
+
+
+@torch.inference_mode()
+def play(agent, envs) -> np.ndarray:
+    """Returns of the first episode in each environment, with sampled actions; keeps the random numbers."""
+    with torch.random.fork_rng(devices=[]):
+        envs.reset()
+        returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
+        while running.any():
+            actions = agent.env_actions(agent.act(agent.normalize(envs.obs)))
+            _, rewards, terminations, truncations, _ = envs.step(actions)
+            returns += rewards * running
+            running &= ~(terminations | truncations)
+        envs.pop_episodes()
+    return returns
+
+
+@dataclass
+class Probe:
+    """Stands in for rollout(), update() and make_envs() of the script, and measures around them."""
+
+    script: object
+    spread: bool  # cut first episodes at random
+    limit: float  # seconds of training
+    started: float | None = None  # by the CPU time of this process, as all that follows
+    in_play: float = 0.0  # seconds that went into what is not training
+    in_gradients: float = 0.0
+    in_envs: float = 0.0
+    in_update: float = 0.0
+    steps: int = 0
+    cut: bool = False
+    curve: list = field(default_factory=list)  # step, seconds, mean, standard deviation of returns
+    gradients: list = field(default_factory=list)
+
+    def install(self):
+        self.make_envs, self.update, self.rollout = (
+            self.script.make_envs,
+            self.script.update,
+            self.script.rollout,
+        )
+        self.tracker_step = self.script.EpisodeTracker.step
+        self.script.num_cores = lambda: 1
+        self.script.make_envs, self.script.update = self.made_envs, self.updated
+        self.script.rollout = self.rolled_out
+
+        def step(envs, actions):
+            before = time.process_time()
+            result = self.tracker_step(envs, actions)
+            self.in_envs += time.process_time() - before
+            return result
+
+        self.script.EpisodeTracker.step = step
+
+    def made_envs(self, args, num_envs, seed, video_folder=None):
+        self.test_envs = self.make_envs(args, EPISODES, seed + 1)
+        envs = self.make_envs(args, num_envs, seed, video_folder)
+        if self.spread:
+            planar = envs.unwrapped
+            planar.steps[:] = planar.np_random.integers(planar.max_steps, size=num_envs)
+        return envs
+
+    def seconds(self) -> float:
+        return time.process_time() - self.started - self.in_play - self.in_gradients
+
+    def rolled_out(self, agent, envs, args):
+        if self.started is None:
+            self.started = time.process_time()
+        return self.rollout(agent, envs, args)
+
+    def updated(self, agent, optimizer, batch, args, clip_coef, loss_fn):
+        (flat,) = optimizer.param_groups[0]["params"]
+        began = time.process_time()
+        if self.in_gradients < 0.05 * self.seconds():
+            at = {"step": self.steps, "seconds": self.seconds()}
+            statistics = gradient_statistics(self.script, agent, flat, batch, args, self.steps)
+            self.gradients.append(at | statistics)
+            self.in_gradients += time.process_time() - began
+        began = time.process_time()
+        result = self.update(agent, optimizer, batch, args, clip_coef, loss_fn)
+        ended = time.process_time()
+        self.in_update += ended - began
+        self.steps += int(batch.valid.count_nonzero())
+        rows = args.num_iterations * args.batch_size
+        progress = max(self.steps / rows, self.seconds() / self.limit)
+        if progress * POINTS >= len(self.curve) + 1 or self.steps >= rows - args.batch_size:
+            seconds, in_envs, returns = self.seconds(), self.in_envs, play(agent, self.test_envs)
+            self.curve.append((self.steps, seconds, returns.mean(), returns.std()))
+            self.in_envs = in_envs
+            self.in_play += time.process_time() - ended
+        if self.seconds() > self.limit and not self.cut:
+            self.cut = True
+            os.kill(os.getpid(), signal.SIGTERM)  # ends the run after this iteration
+        return result
+
+
+def mean_gradients(gradients, most=10) -> list[dict]:
+    """Means over at most so many stretches of the run."""
+    parts = np.array_split(np.arange(len(gradients)), min(most, len(gradients)))
+    mean = lambda name, part: float(f"{np.mean([gradients[i][name] for i in part]):.4g}")  # noqa: E731
+    return [{name: mean(name, part) for name in gradients[0]} | {"measured": len(part)} for part in parts]
+
+
+def work_on(run) -> str:
+    """Trains one run from its start and measures it."""
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
+    os.chdir(run.folder)
+    script = importlib.import_module(run.script)
+    args = script.Args(env_id=run.env_id, seed=run.seed, torch_threads=1, **run.flags)
+    own_schedule = run.name[0] in "de"
+    probe = Probe(script, run.name.startswith("e"), math.inf if own_schedule else SECONDS)
+    probe.install()
+    with open("log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            result = script.train(args)
+        except Exception:
+            traceback.print_exc()
+            raise
+    if result["signal"] and not probe.cut:
+        return "interrupted"
+    seconds = probe.seconds()
+    numbers = {
+        "env_id": run.env_id,
+        "regime": run.name[0],
+        "seed": run.seed,
+        **{
+            name: getattr(args, name)
+            for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs")
+        },
+        **{name: getattr(args, name) for name in ("minibatch_size", "learning_rate", "total_timesteps")},
+        "steps": probe.steps,
+        "seconds": round(seconds, 1),
+        "steps_per_second": round(probe.steps / seconds, 1),
+        "share_of_environments": round(probe.in_envs / seconds, 3),
+        "share_of_update": round(probe.in_update / seconds, 3),
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "training_return": result["episodic_return"],
+        "std_of_episodes": [round(std, 1) for *_, std in probe.curve],
+        "gradients": mean_gradients(probe.gradients),
+        "finished": time.strftime("%Y-%m-%d %H:%M"),
+        **machine(),
+    }
+    Path("curve.json").write_text(json.dumps([point[:3] for point in probe.curve]))
+    Path("done.json").write_text(json.dumps(numbers))
+    return "finished"
+
+
+def returns_of(run) -> list:
+    """(step, seconds of training, mean return) of each point of the curve."""
+    return json.loads((run.folder / "curve.json").read_text())
+
+
+def main(args) -> int:
+    """Exit status: 0 if all runs are finished."""
+    if not args.only_figure:
+        runs = all_runs(args)
+        return run_all(runs, args, "num_envs", "python benchmark/num_envs.py", work_on, returns_of)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))
