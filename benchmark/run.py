@@ -3,11 +3,13 @@
     python benchmark/run.py benchmark/plans/classic.toml --workers 2
     python benchmark/run.py benchmark/plans/classic.toml --cluster slurm --partition gpu    # one job per run
 
-A plan is a TOML file of [[runs]] with `script`, `env_ids`, `seeds` and `flags`. Each run has a folder below
-benchmark/runs/, in which the script leaves what it always leaves, and log.txt with what it printed. A
-finished run is skipped, an interrupted one goes on from its last checkpoint. benchmark/results/ gets the
-returns of all finished runs as CSV (script, env, name, seed, step, seconds, return) and how they were made.
-With --keep, the runs that are in there already stay, so that a plan can be spread over days and machines.
+A plan is a TOML file of [[runs]] with `script`, `env_ids`, `seeds`, and as needed `flags`, a `name` for
+them, and `replace`: texts of the script and what stands there instead, for ablations without a flag. Each
+run has a folder below benchmark/runs/, in which the script leaves what it always leaves, and log.txt with
+what it printed. A finished run is skipped, an interrupted one goes on from its last checkpoint.
+benchmark/results/ gets the returns of all finished runs as CSV (script, env, name, seed, step, seconds,
+return) and how they were made. With --keep, the runs that are in there already stay, so that a plan can be
+spread over days and machines.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ import time
 import tomllib
 import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -63,6 +65,7 @@ class Run:
     seed: int
     name: str  # of the flags, "" for the defaults
     flags: dict[str, object]
+    replace: dict[str, str] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -78,20 +81,33 @@ def read_plan(path, folder) -> list[Run]:
     runs = []
     for entry in tomllib.loads(path.read_text())["runs"]:
         script, name, flags = entry["script"], entry.get("name", ""), entry.get("flags", {})
+        replace = entry.get("replace", {})
         for env_id in entry["env_ids"]:
             env = env_id.replace("/", "-").replace(":", "-")
             for seed in entry["seeds"]:
-                label = "__".join(filter(None, [script, env, name, str(seed)]))
-                runs.append(Run(folder.resolve() / path.stem / label, script, env_id, seed, name, flags))
+                label = "__".join(filter(None, [script, env, name.replace(" ", "-"), str(seed)]))
+                place = folder.resolve() / path.stem / label
+                runs.append(Run(place, script, env_id, seed, name, flags, replace))
     return sorted(runs, key=lambda run: run.seed)
+
+
+def load_script(run):
+    """The module, with what the run replaces. Raises ValueError for a text that is not there just once."""
+    text = (ROOT / f"{run.script}.py").read_text()
+    for old, new in run.replace.items():
+        if text.count(old) != 1:
+            raise ValueError(f"{run.script}.py has {text.count(old)} times: {old}")
+        text = text.replace(old, new)
+    (run.folder / f"{run.script}.py").write_text(text)
+    sys.path.insert(0, str(run.folder))
+    return importlib.import_module(run.script)
 
 
 def work_on(run) -> str:
     """Trains one run in its folder: "finished" or "interrupted". Raises what training raises."""
     run.folder.mkdir(parents=True, exist_ok=True)
     os.chdir(run.folder)
-    sys.path.insert(0, str(ROOT))
-    script = importlib.import_module(run.script)
+    script = load_script(run)
     flags = {"env_id": run.env_id, "seed": run.seed, "torch_threads": 1} | run.flags
     if saved := run.checkpoints():
         flags["resume"] = str(saved[-1])
@@ -106,6 +122,8 @@ def work_on(run) -> str:
         return "interrupted"
     result |= {"seconds": time.time() - started, "finished": time.strftime("%Y-%m-%d %H:%M"), **machine()}
     result["flags"] = {"env_id": run.env_id, "seed": run.seed} | run.flags
+    if run.replace:
+        result["replace"] = run.replace
     (run.folder / "done.json").write_text(json.dumps(result, indent=2))
     return "finished"
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT
 
 PLAN = """
@@ -23,8 +25,9 @@ flags = {total_timesteps = 240, num_envs = 2, num_steps = 12, num_minibatches = 
 script = "ppo_continuous_action"
 env_ids = ["probe_envs:ScoreBox-v0"]
 seeds = [1]
-name = "short"
+name = "short and still"
 flags = {total_timesteps = 240, num_envs = 2, num_steps = 12, num_minibatches = 2}
+replace = {"        optimizer.step()" = "        pass"}
 """
 BAD = """
 [[runs]]
@@ -60,6 +63,12 @@ def rows():
         return list(csv.DictReader(file))
 
 
+def learned(run) -> bool:
+    """Whether Adam took a step."""
+    (path,) = Path("work").glob(f"plan/{run}/runs/*/checkpoint.pt")
+    return bool(torch.load(path)["optimizer"]["state"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--workers", 2], ["--cluster", "local"]], ids=["here", "submitit"])
 def test_a_plan(flags):
@@ -70,8 +79,10 @@ def test_a_plan(flags):
     assert {(r["script"], r["name"], r["seed"]) for r in rows()} == {
         ("ppo", "", "1"),
         ("ppo", "", "2"),
-        ("ppo_continuous_action", "short", "1"),
+        ("ppo_continuous_action", "short and still", "1"),
     }
+    assert learned("ppo__*__1")
+    assert not learned("ppo_continuous_action__*__short-and-still__1")
     assert {float(row["return"]) for row in rows()} == {1000.0}
     assert max(int(row["step"]) for row in rows()) > 200
     notes = json.loads(Path("results/plan.json").read_text())
@@ -82,6 +93,29 @@ def test_a_plan(flags):
     again = run_plan(PLAN, *flags)
     assert "3 runs, 3 of them finished before" in again.stdout
     assert sorted(Path("work").rglob("events*")) == before
+
+
+@pytest.mark.slow
+def test_results_that_are_kept():
+    """Without their folders, and what is new beside them; without --keep everything runs anew."""
+    assert run_plan(PLAN).returncode == 0
+    before = rows()
+    shutil.rmtree("work")
+    kept = run_plan(PLAN.replace("[1, 2]", "[1, 2, 3]"), "--keep")
+    assert "4 runs, 3 of them finished before" in kept.stdout
+    assert {row["seed"] for row in rows()} == {"1", "2", "3"}
+    assert [row for row in rows() if row["seed"] != "3"] == before
+    assert len(json.loads(Path("results/plan.json").read_text())["runs"]) == 4
+    shutil.rmtree("work")
+    assert "3 runs, 0 of them finished before" in run_plan(PLAN).stdout
+
+
+@pytest.mark.slow
+def test_a_text_that_is_not_there():
+    """A plan that replaces it fails: an ablation of nothing would look like a detail without effect."""
+    done = run_plan(PLAN.replace("optimizer.step()", "optimizer.leap()"))
+    assert done.returncode == 1
+    assert "ppo_continuous_action.py has 0 times" in done.stdout
 
 
 @pytest.mark.slow

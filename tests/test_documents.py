@@ -70,7 +70,7 @@ BUDGETS = {
 CEILINGS = {
     "ppo": 440,
     "ppo_shared": 440,
-    "ppo_continuous_action": 505,
+    "ppo_continuous_action": 510,
     "ppo_atari": 445,
     "ppo_atari_lstm": 475,
     "ppo_multidiscrete": 470,

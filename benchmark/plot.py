@@ -1,0 +1,182 @@
+"""Draws the figures of benchmark/figures/ and the tables of the README from benchmark/results/.
+
+    python benchmark/plot.py             # figures; prints the tables
+    python benchmark/plot.py --write     # and puts the tables into README.md
+
+Needs the packages of requirements-dev.txt. Curves: mean of the seeds, and a band from the lowest to the
+highest.
+"""
+
+import csv
+import json
+import re
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, FIGURES = ROOT / "benchmark/results", ROOT / "benchmark/figures"
+# Okabe and Ito's palette, which the color-blind can tell apart, without its yellow.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
+
+
+@dataclass
+class Args:
+    write: bool = False
+    """put the tables into README.md"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The returns of one run."""
+
+    script: str
+    env: str
+    name: str
+    seed: int
+    steps: np.ndarray
+    seconds: np.ndarray
+    returns: np.ndarray
+    notes: dict  # its entry in the JSON file
+
+
+def load(plan) -> list[Curve]:
+    """The runs of a plan, [] where there are no results."""
+    if not (RESULTS / f"{plan}.json").exists():
+        return []
+    notes = json.loads((RESULTS / f"{plan}.json").read_text())["runs"]
+    with open(RESULTS / f"{plan}.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {}
+    for row in rows:
+        curves.setdefault((row["script"], row["env"], row["name"], row["seed"]), []).append(row)
+    made = []
+    for (script, env, name, seed), points in curves.items():
+        columns = [np.array([float(point[c]) for point in points]) for c in ("step", "seconds", "return")]
+        env_label = re.sub("[/:]", "-", env)
+        label = "__".join(filter(None, [script, env_label, name.replace(" ", "-"), seed]))
+        made.append(Curve(script, env, name, int(seed), *columns, notes[label]))
+    return made
+
+
+def published() -> dict[tuple[str, str], dict[str, list[float]]]:
+    """(script, env) -> who -> [mean, standard deviation]."""
+    entries = tomllib.loads((ROOT / "benchmark/published.toml").read_text())["published"]
+    return {(e.pop("script"), e.pop("env")): e for e in entries}
+
+
+def style():
+    mpl.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    mpl.rcParams |= {"grid.alpha": 0.25, "svg.hashsalt": "ppo", "savefig.dpi": 110, "legend.frameon": False}
+
+
+def save(figure, name):
+    FIGURES.mkdir(exist_ok=True)
+    figure.savefig(FIGURES / f"{name}.png", metadata={"Software": None})
+    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_band(axes, curves, x_of, color, label):
+    """Mean of the runs and range from lowest to highest, at 100 points that all of them reach."""
+    grid = np.linspace(max(x_of(c)[0] for c in curves), min(x_of(c)[-1] for c in curves), 100)
+    values = np.stack([np.interp(grid, x_of(c), c.returns) for c in curves])
+    axes.plot(grid, values.mean(0), color=color, label=label, linewidth=1.4)
+    axes.fill_between(grid, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
+
+
+def draw_curves(plan, title):
+    """One column per environment: return against steps above, against minutes below."""
+    curves, known = load(plan), published()
+    envs = list(dict.fromkeys(c.env for c in curves))
+    scripts = list(dict.fromkeys((c.script, c.name) for c in curves))
+    size = (3.0 * min(len(envs), 3), 2.2 * 2 * -(-len(envs) // 3))
+    figure, grid = plt.subplots(
+        2 * -(-len(envs) // 3), min(len(envs), 3), figsize=size, squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat:
+        axes.set_visible(False)
+    for i, env in enumerate(envs):
+        for row, (x_of, unit) in enumerate(
+            [(lambda c: c.steps / 1000, "thousand steps"), (lambda c: c.seconds / 60, "minutes")]
+        ):
+            axes = grid[2 * (i // 3) + row, i % 3]
+            axes.set_visible(True)
+            for color, (script, name) in zip(COLORS, scripts, strict=False):
+                chosen = [c for c in curves if (c.script, c.name, c.env) == (script, name, env)]
+                if chosen:
+                    draw_band(axes, chosen, x_of, color, " ".join(filter(None, [f"{script}.py", name])))
+            for who, (mean, _) in known.get((scripts[0][0], env), {}).items():
+                style_of = {"CleanRL": "--", "baselines": ":"}[who]
+                axes.axhline(mean, color="black", linestyle=style_of, linewidth=1, label=f"published, {who}")
+            axes.set_xlabel(unit)
+            if row == 0:
+                axes.set_title(env, fontsize=9)
+    grid[0, 0].set_ylabel("return")
+    grid[1, 0].set_ylabel("return")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.suptitle(title, fontsize=10)
+    save(figure, plan)
+
+
+# ---- Tables ----
+def spread(values) -> str:
+    """mean ± standard deviation over runs, or the one value."""
+    digits = 0 if abs(np.mean(values)) >= 1000 else 1
+    text = f"{np.mean(values):,.{digits}f}"
+    return text if len(values) == 1 else f"{text} ± {np.std(values):,.{digits}f}"
+
+
+def table_of_results() -> str:
+    """Ours beside the published, a row for each script and environment."""
+    lines = ["| script | environment | mean return | published | seeds | steps | minutes |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    known = published()
+    for plan in ("classic", "mujoco", "many", "microrts"):
+        curves = load(plan)
+        for script, env in dict.fromkeys((c.script, c.env) for c in curves):
+            chosen = [c for c in curves if (c.script, c.env) == (script, env)]
+            theirs = known.get((script, env), {})
+            texts = [f"{mean:,.1f} ± {std:,.1f} ({who})" for who, (mean, std) in theirs.items()]
+            minutes = [c.notes["seconds"] / 60 for c in chosen]
+            span = f"{min(minutes):.1f} to {max(minutes):.1f}" if len(chosen) > 1 else f"{minutes[0]:.1f}"
+            flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in chosen[0].notes["flags"].items()
+                             if k not in ("env_id", "seed", "total_timesteps"))  # fmt: skip
+            rows = [
+                f"`{' '.join(filter(None, [f'{script}.py', flags]))}`",
+                env,
+                spread([c.notes["episodic_return"] for c in chosen]),
+                ", ".join(texts),
+                str(len(chosen)),
+                f"{max(c.notes['global_step'] for c in chosen) / 1e6:.2g}M",
+                span,
+            ]
+            lines.append("| " + " | ".join(rows) + " |")
+    return "\n".join(lines)
+
+
+def with_tables(readme) -> str:
+    """The README with current tables between their marks."""
+    begin, end = "<!-- results: made by python benchmark/plot.py --write -->\n", "\n<!-- end -->"
+    head, rest = readme.split(begin)
+    return f"{head}{begin}\n{table_of_results()}\n{end}{rest.split(end, 1)[1]}"
+
+
+def main(args):
+    style()
+    draw_curves("classic", "Classic control: 4 environments, defaults, 3 seeds")
+    print(table_of_results())
+    if args.write:
+        path = ROOT / "README.md"
+        path.write_text(with_tables(path.read_text()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))
