@@ -6,6 +6,7 @@
     python ppo_shared.py --help              # every flag, with its meaning and default
 
 Seed 1 on 2 CPU cores: the first command takes 40 s and ends at 241 of 500, in deterministic episodes at 500.
+Errors of large values move the layers that the policy shares: with rewards times 0.01 it takes 200,000 steps.
 
 A row is one step of one environment. Fillers are rows in which an environment only resets: gymnasium's vector
 environments take a step of their own for that. They have valid = 0 and no weight; all others are real rows.

@@ -50,6 +50,15 @@ REGIMES = {
     "e": "the defaults, first episodes cut at random steps",
 }
 
+SHORT = {
+    "a": "a: T, samples per environment fixed",
+    "b": "b: batch, minibatch fixed",
+    "c": "c: T, minibatch fixed",
+    "d": "d: defaults",
+    "e": "e: defaults, first episodes cut",
+}
+FIGURES = {"HalfCheetah-v5": "num_envs", "Hopper-v5": "num_envs_hopper"}
+
 
 @dataclass
 class Args:
@@ -301,12 +310,115 @@ def returns_of(run) -> list:
     return json.loads((run.folder / "curve.json").read_text())
 
 
+# ---- Figure and table ----
+def noise_of_curve(returns) -> float:
+    """Standard deviation of a curve around its trend: how far each point is off the mean of its neighbors.
+
+    Gasser, Sroka and Jennen-Steinmetz 1986; no trend needs to be fitted.
+    """
+    if len(returns) < 3:
+        return math.nan
+    off = returns[1:-1] - (returns[:-2] + returns[2:]) / 2
+    return float(np.sqrt(np.mean(off**2) * 2 / 3))
+
+
+def numbers_of(curve) -> dict[str, float]:
+    """What figure and table show of one run; NaN for what it did not reach."""
+    notes, gradients = curve.notes, curve.notes["gradients"]
+    total = {name: sum(g[name] * g["measured"] for g in gradients) for name in gradients[0]}
+    reached = lambda x, at: np.interp(at, x, curve.returns) if x[-1] >= 0.98 * at else math.nan  # noqa: E731
+    return {
+        "cosine": total["policy_cosine"] / total["measured"],
+        "noise_scale": total["policy_trace"] / total["policy_square"],
+        "halves": total["policy_halves_trace"] / total["policy_trace"],
+        "curve_noise": noise_of_curve(curve.returns),
+        "at_samples": reached(curve.steps, 1_000_000),
+        "at_seconds": np.interp(SECONDS, curve.seconds, curve.returns),
+        "last": curve.returns[-1],
+        **{name: notes[name] for name in ("steps_per_second", "share_of_environments", "peak_gib")},
+        **{name: notes[name] for name in ("minibatch_size", "steps", "seconds", "regime", "num_envs")},
+    }
+
+
+PANELS = {
+    "cosine": ("agreement of gradients", "cosine, two halves of the environments"),
+    "curve_noise": ("noise of the curve", "standard deviation of return"),
+    "at_samples": ("after 1M samples", "return"),
+    "at_seconds": ("after 10 minutes of one core", "return"),
+    "steps_per_second": ("speed on one core", "samples per second"),
+    "peak_gib": ("memory", "GiB"),
+}
+
+
+def means_by_number(numbers, regime, name) -> tuple[list[int], list[float]]:
+    """N and the mean over seeds, where there is one."""
+    values = {n: [x[name] for x in numbers if (x["regime"], x["num_envs"]) == (regime, n)] for n in NUMBERS}
+    means = {n: np.mean(v) for n, v in values.items() if v}
+    means = {n: mean for n, mean in means.items() if not math.isnan(mean)}
+    return list(means), list(means.values())
+
+
+def draw(env_id, name):
+    """The figure of one environment: a line for each regime."""
+    from benchmark import plot
+
+    plot.style()
+    numbers = [numbers_of(curve) for curve in plot.load("num_envs") if curve.env == env_id]
+    figure, grid = plot.plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
+    for axes, (key, (title, unit)) in zip(grid.flat, PANELS.items(), strict=True):
+        for color, regime in zip(plot.COLORS, REGIMES, strict=False):
+            x, y = means_by_number(numbers, regime, key)
+            axes.plot(x, y, color=color, marker="o", markersize=3.5, linewidth=1.3, label=SHORT[regime])
+        axes.set_xscale("log", base=4)
+        axes.set_xticks(NUMBERS, [f"{n:,}" for n in NUMBERS])
+        axes.set_title(title, fontsize=9)
+        axes.set_ylabel(unit)
+        axes.set_xlabel("N, environments")
+    grid[1, 1].set_yscale("log")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    figure.suptitle(f"{env_id}: ppo_continuous_action.py with N environments", fontsize=10)
+    plot.save(figure, name)
+
+
+def table(env_id) -> str:
+    """Numbers of all runs of an environment, means over seeds."""
+    from benchmark import plot
+
+    numbers = [numbers_of(curve) for curve in plot.load("num_envs") if curve.env == env_id]
+    heads = ["", "N", "rows of a gradient", "cosine", "noise of the curve", "1M samples", "10 minutes"]
+    heads += ["the end", "samples", "seconds", "samples/s", "environments' share", "GiB"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    for regime in REGIMES:
+        for n in NUMBERS:
+            chosen = [x for x in numbers if (x["regime"], x["num_envs"]) == (regime, n)]
+            if not chosen:
+                continue
+            mean = lambda name, chosen=chosen: float(np.mean([x[name] for x in chosen]))  # noqa: E731
+            number = lambda x: "" if math.isnan(x) else f"{x:,.0f}"  # noqa: E731
+            cells = [regime, f"{n:,}", f"{chosen[0]['minibatch_size']:,}", f"{mean('cosine'):.2f}"]
+            cells += [number(mean(key)) for key in ("curve_noise", "at_samples", "at_seconds", "last")]
+            cells += [
+                f"{mean('steps') / 1e6:.2f}M",
+                number(mean("seconds")),
+                number(mean("steps_per_second")),
+            ]
+            cells += [f"{mean('share_of_environments'):.2f}", f"{mean('peak_gib'):.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(args) -> int:
     """Exit status: 0 if all runs are finished."""
+    status = 0
     if not args.only_figure:
         runs = all_runs(args)
-        return run_all(runs, args, "num_envs", "python benchmark/num_envs.py", work_on, returns_of)
-    return 0
+        status = run_all(runs, args, "num_envs", "python benchmark/num_envs.py", work_on, returns_of)
+    for env_id, name in FIGURES.items():
+        if table(env_id).count("\n") > 1:
+            draw(env_id, name)
+            print(f"{env_id}\n{table(env_id)}")
+    return status
 
 
 if __name__ == "__main__":

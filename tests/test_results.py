@@ -1,0 +1,132 @@
+"""What the benchmarks compute from runs: the study of num_envs, tables and figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, recorded
+
+from benchmark import num_envs, plot
+
+
+def test_results_of_the_readme_are_current():
+    """If this fails: python benchmark/plot.py --write."""
+    readme = (ROOT / "README.md").read_text()
+    assert plot.with_tables(readme) == readme
+
+
+def test_results_are_within_what_is_published():
+    """Inside the published mean minus one standard deviation, or above."""
+    known = plot.published()
+    curves = [c for plan in ("classic", "mujoco") for c in plot.load(plan)]
+    compared = 0
+    for script, env in {(c.script, c.env) for c in curves} & set(known):
+        ours = np.mean([c.notes["episodic_return"] for c in curves if (c.script, c.env) == (script, env)])
+        for mean, std in known[script, env].values():
+            assert ours >= mean - std, f"{script}.py on {env}"
+            compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize("n", num_envs.NUMBERS)
+def test_regimes(n):
+    """What each of them keeps while N grows."""
+    from ppo_continuous_action import Args
+
+    made = {regime: Args(**num_envs.flags_of(regime, n)) for regime in num_envs.REGIMES}
+    assert (made["a"].num_steps, made["a"].minibatch_size) == (32, 4 * n)
+    assert (made["b"].batch_size, made["b"].minibatch_size) == (4096, 64)
+    assert (made["c"].num_steps, made["c"].minibatch_size) == (64, 64)
+    assert made["d"].learning_rate == made["e"].learning_rate == Args(num_envs=n).learning_rate
+    assert all(made[regime].learning_rate == 3e-4 for regime in "abc")
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+def test_gradient_statistics(script):
+    """Against the formulas, from the gradients of the same parts by autograd."""
+    args, agent, optimizer, batch = recorded(script, "Noise", num_envs=8, num_steps=4, num_minibatches=8)
+    (flat,) = optimizer.param_groups[0]["params"]
+    before = flat.detach().clone()
+    found = num_envs.gradient_statistics(script, agent, flat, batch, args, seed=5)
+    assert torch.equal(flat, before)
+
+    def gradient(rows):
+        columns = {name: getattr(batch, name).flatten(0, 1)[rows] for name in script.Rollout._fields[:3]}
+        for name in ("logprobs", "values", "advantages", "returns"):
+            columns[name] = getattr(batch, name).flatten(0, 1)[rows]
+        loss, _ = script.ppo_loss(agent, script.Rollout(**columns), torch.tensor(0.2), args)
+        grads = torch.autograd.grad(loss, list(agent.parameters()))
+        names = [name for name, _ in agent.named_parameters()]
+        chosen = [g for name, g in zip(names, grads, strict=True) if not name.startswith("critic")]
+        return torch.cat([g.flatten() for g in chosen]).double()
+
+    generator = torch.Generator().manual_seed(5)
+    g = torch.stack([gradient(rows) for rows in torch.randperm(32, generator=generator).split(4)])
+    covariance = torch.cov(g.T)
+    assert found["policy_trace"] == pytest.approx(4 * covariance.trace().item(), rel=1e-4)
+    square = g.mean(0).square().sum().item() - covariance.trace().item() / 8
+    assert found["policy_square"] == pytest.approx(square, rel=1e-3)
+    order, rows = torch.randperm(8, generator=generator), torch.arange(32).view(4, 8)
+    u, v = (gradient(rows[:, half].flatten()) for half in order.split(4))
+    assert found["policy_halves_dot"] == pytest.approx((u @ v).item(), rel=1e-3)
+    assert found["policy_halves_trace"] == pytest.approx(32 * ((u - v).norm() / 2).square().item(), rel=1e-3)
+    assert found["policy_cosine"] == pytest.approx(torch.cosine_similarity(u, v, dim=0).item(), rel=1e-3)
+
+
+def test_noise_of_a_curve():
+    """That of white noise around a trend, whatever the trend."""
+    rng = np.random.default_rng(1)
+    trend = np.linspace(-300, 4000, 3000)
+    assert num_envs.noise_of_curve(trend) == pytest.approx(0, abs=1e-9)
+    assert num_envs.noise_of_curve(trend + rng.normal(0, 50, 3000)) == pytest.approx(50, rel=0.05)
+
+
+STUDY = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from benchmark import num_envs
+num_envs.SECONDS, num_envs.POINTS, num_envs.EPISODES = 1.5, 3, 2
+flags_of = num_envs.flags_of
+num_envs.flags_of = lambda regime, n: flags_of(regime, n) | ({"total_timesteps": 4096} if regime == "e" else {})
+args = num_envs.Args(env_ids=("Hopper-v5",), regimes=(sys.argv[2],), numbers=(64,), seeds=(1,), runs=Path("runs"))
+for run in num_envs.all_runs(args):
+    print(num_envs.work_on(run), num_envs.returns_of(run))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regime", ["a", "e"])
+def test_runs_of_the_study(regime):
+    """One that is cut, one that ends by itself with first episodes cut; both measured."""
+    command = [sys.executable, "-c", STUDY, ROOT, regime]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished") == 1
+    (path,) = Path("runs/num_envs").iterdir()
+    numbers = json.loads((path / "done.json").read_text())
+    curve = json.loads((path / "curve.json").read_text())
+    assert [point[0] for point in curve] == sorted({point[0] for point in curve})
+    assert numbers["steps"] == curve[-1][0]
+    assert 0.05 < numbers["share_of_environments"] < 1 - numbers["share_of_update"]
+    assert all(g["policy_trace"] > 0 for g in numbers["gradients"])
+    if regime == "a":
+        assert numbers["steps"] < numbers["total_timesteps"]
+        assert 1.5 <= numbers["seconds"] < 10
+    else:
+        assert 3500 < numbers["steps"] <= 4096
+
+
+def test_figures_are_drawn(monkeypatch, tmp_path):
+    """From the results that are there."""
+    monkeypatch.setattr(plot, "FIGURES", tmp_path)
+    plot.draw_curves("classic", "title")
+    num_envs.draw("HalfCheetah-v5", "num_envs")
+    for name in ("classic", "num_envs"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert os.path.getsize(tmp_path / f"{name}.svg") > 10_000
