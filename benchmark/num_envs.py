@@ -161,18 +161,20 @@ def gradient_statistics(script, agent, flat, batch, args, seed) -> dict[str, flo
 
 
 @torch.inference_mode()
-def play(agent, envs) -> np.ndarray:
-    """Returns of the first episode in each environment, with sampled actions; keeps the random numbers."""
+def play(agent, envs) -> tuple[np.ndarray, np.ndarray]:
+    """Return and length of an episode in each environment, with sampled actions; keeps the random numbers."""
     with torch.random.fork_rng(devices=[]):
         envs.reset()
-        returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
+        returns, lengths = np.zeros((2, envs.num_envs))
+        running = np.ones(envs.num_envs, bool)
         while running.any():
             actions = agent.env_actions(agent.act(agent.normalize(envs.obs)))
             _, rewards, terminations, truncations, _ = envs.step(actions)
             returns += rewards * running
+            lengths += running
             running &= ~(terminations | truncations)
         envs.pop_episodes()
-    return returns
+    return returns, lengths
 
 
 @dataclass
@@ -189,7 +191,7 @@ class Probe:
     in_update: float = 0.0
     steps: int = 0
     cut: bool = False
-    curve: list = field(default_factory=list)  # step, seconds, mean, standard deviation of returns
+    curve: list = field(default_factory=list)  # step, seconds, mean return and length, std of returns
     gradients: list = field(default_factory=list)
 
     def install(self):
@@ -243,8 +245,9 @@ class Probe:
         rows = args.num_iterations * args.batch_size
         progress = max(self.steps / rows, self.seconds() / self.limit)
         if progress * POINTS >= len(self.curve) + 1 or self.steps >= rows - args.batch_size:
-            seconds, in_envs, returns = self.seconds(), self.in_envs, play(agent, self.test_envs)
-            self.curve.append((self.steps, seconds, returns.mean(), returns.std()))
+            seconds, in_envs = self.seconds(), self.in_envs
+            returns, lengths = play(agent, self.test_envs)
+            self.curve.append((self.steps, seconds, returns.mean(), lengths.mean(), returns.std()))
             self.in_envs = in_envs
             self.in_play += time.process_time() - ended
         if self.seconds() > self.limit and not self.cut:
@@ -300,13 +303,13 @@ def work_on(run) -> str:
         "finished": time.strftime("%Y-%m-%d %H:%M"),
         **machine(),
     }
-    Path("curve.json").write_text(json.dumps([point[:3] for point in probe.curve]))
+    Path("curve.json").write_text(json.dumps([point[:4] for point in probe.curve]))
     Path("done.json").write_text(json.dumps(numbers))
     return "finished"
 
 
 def returns_of(run) -> list:
-    """(step, seconds of training, mean return) of each point of the curve."""
+    """(step, seconds of training, mean return, mean length) of each point of the curve."""
     return json.loads((run.folder / "curve.json").read_text())
 
 

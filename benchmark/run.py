@@ -8,8 +8,8 @@ them, and `replace`: texts of the script and what stands there instead, for abla
 run has a folder below benchmark/runs/, in which the script leaves what it always leaves, and log.txt with
 what it printed. A finished run is skipped, an interrupted one goes on from its last checkpoint.
 benchmark/results/ gets the returns of all finished runs as CSV (script, env, name, seed, step, seconds,
-return) and how they were made. With --keep, the runs that are in there already stay, so that a plan can be
-spread over days and machines.
+return, length of the episodes) and how they were made. With --keep, the runs that are in there already
+stay, so that a plan can be spread over days and machines.
 """
 
 import contextlib
@@ -153,8 +153,8 @@ def make_executor(args):
     return executor
 
 
-def returns_of(run) -> list[tuple[int, float, float]]:
-    """(step, seconds of training, mean return) of each iteration in which an episode ended."""
+def returns_of(run) -> list[tuple[int, float, float, float]]:
+    """(step, seconds of training, mean return, mean length) of each iteration in which an episode ended."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     points, seconds = [], 0.0
@@ -168,13 +168,14 @@ def returns_of(run) -> list[tuple[int, float, float]]:
         steps = speeds[1].step - speeds[0].step if len(speeds) > 1 else speeds[0].step  # of an iteration
         first = speeds[0].wall_time - steps / speeds[0].value  # when the first iteration began
         if "charts/episodic_return" in log.Tags()["scalars"]:
-            events = log.Scalars("charts/episodic_return")
-            points += [(event.step, seconds + event.wall_time - first, event.value) for event in events]
+            returns, lengths = log.Scalars("charts/episodic_return"), log.Scalars("charts/episodic_length")
+            for event, length in zip(returns, lengths, strict=True):
+                points.append((event.step, seconds + event.wall_time - first, event.value, length.value))
         seconds += speeds[-1].wall_time - first
     return points
 
 
-COLUMNS = ["script", "env", "name", "seed", "step", "seconds", "return"]
+COLUMNS = ["script", "env", "name", "seed", "step", "seconds", "return", "length"]
 
 
 def read_results(stem, results) -> tuple[list[dict], dict[str, dict]]:
@@ -195,8 +196,9 @@ def collect(stem, command, results, runs, kept, returns_of):
         if run.done:
             notes[run.folder.name] = json.loads((run.folder / "done.json").read_text())
             notes[run.folder.name].pop("checkpoint", None)
-            for step, seconds, value in thinned(returns_of(run)):
-                rows.append(key | {"step": step, "seconds": f"{seconds:.1f}", "return": f"{value:.6g}"})
+            for step, seconds, value, length in thinned(returns_of(run)):
+                numbers = {"return": f"{value:.6g}", "length": f"{length:.6g}"}
+                rows.append(key | {"step": step, "seconds": f"{seconds:.1f}"} | numbers)
         elif run.folder.name in old_notes:
             notes[run.folder.name] = old_notes[run.folder.name]
             rows += [row for row in old_rows if key.items() <= row.items()]
@@ -212,7 +214,8 @@ def thinned(points, most=200) -> list:
     """At most so many of the points, means of neighbors: curves stay small enough to commit."""
     size = -(-len(points) // most) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(part[-1][0], part[-1][1], sum(value for _, _, value in part) / len(part)) for part in parts]
+    mean = lambda part, i: sum(point[i] for point in part) / len(part)  # noqa: E731
+    return [(*part[-1][:2], mean(part, 2), mean(part, 3)) for part in parts]
 
 
 def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> int:
