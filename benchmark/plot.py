@@ -25,6 +25,13 @@ RESULTS, FIGURES = ROOT / "benchmark/results", ROOT / "benchmark/figures"
 # Okabe and Ito's palette, which the color-blind can tell apart, without its yellow.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 
+TITLES = {
+    "classic": "Classic control: 4 environments, defaults, 3 seeds",
+    "mujoco": "MuJoCo: 1 environment, defaults, 3 seeds",
+    "many": "4,096 environments, defaults, 1 seed",
+    "microrts": "microRTS: 8 environments, 3 seeds",
+}
+
 
 @dataclass
 class Args:
@@ -43,6 +50,7 @@ class Curve:
     steps: np.ndarray
     seconds: np.ndarray
     returns: np.ndarray
+    lengths: np.ndarray
     notes: dict  # its entry in the JSON file
 
 
@@ -58,7 +66,8 @@ def load(plan) -> list[Curve]:
         curves.setdefault((row["script"], row["env"], row["name"], row["seed"]), []).append(row)
     made = []
     for (script, env, name, seed), points in curves.items():
-        columns = [np.array([float(point[c]) for point in points]) for c in ("step", "seconds", "return")]
+        names = ("step", "seconds", "return", "length")
+        columns = [np.array([float(point[name]) for point in points]) for name in names]
         env_label = re.sub("[/:]", "-", env)
         label = "__".join(filter(None, [script, env_label, name.replace(" ", "-"), seed]))
         made.append(Curve(script, env, name, int(seed), *columns, notes[label]))
@@ -126,7 +135,100 @@ def draw_curves(plan, title):
     save(figure, plan)
 
 
+def draw_ablations():
+    """Interquartile means of final returns as shares of those with all details, with 95% intervals.
+
+    Pooled over tasks and seeds by rliable (Agarwal et al. 2021, arXiv 2108.13264), intervals by bootstrap.
+    """
+    from rliable import library, metrics
+
+    scores = {}
+    for name, by_env in finals_of_ablations().items():
+        shares = [
+            np.array(values) / np.mean(finals_of_ablations()[""][env]) for env, values in by_env.items()
+        ]
+        scores[name or "all details"] = np.stack(shares, axis=1)  # (seeds, tasks)
+    iqm = lambda x: np.array([metrics.aggregate_iqm(x)])  # noqa: E731
+    points, intervals = library.get_interval_estimates(scores, iqm, reps=2000)
+    figure, axes = plt.subplots(figsize=(7, 0.35 * len(scores) + 1), layout="constrained")
+    for i, name in enumerate(reversed(scores)):
+        low, high = intervals[name].ravel()
+        axes.barh(i, high - low, left=low, color=COLORS[0], alpha=0.35)
+        axes.plot([points[name][0]] * 2, [i - 0.4, i + 0.4], color=COLORS[0])
+    axes.set_yticks(range(len(scores)), list(reversed(scores)))
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("return at the end, as a share of that with all details")
+    save(figure, "ablations")
+
+
 # ---- Tables ----
+def finals_of_ablations() -> dict[str, dict[str, list[float]]]:
+    """Name of the ablation -> environment -> final returns; the name "" has all details."""
+    ablated = load("ablations")
+    envs = {c.env for c in ablated}
+    finals = {}
+    for curve in [
+        c for plan in ("classic", "mujoco") for c in load(plan) if c.script != "ppo_shared"
+    ] + ablated:
+        if curve.env in envs:
+            by_env = finals.setdefault(curve.name, {})
+            by_env.setdefault(curve.env, []).append(curve.notes["episodic_return"])
+    return finals
+
+
+def table_of_ablations() -> str:
+    """Final returns without a detail, means over seeds; "" without results."""
+    finals = finals_of_ablations()
+    if not finals:
+        return ""
+    envs = list(finals[""])
+    lines = [f"| | {' | '.join(envs)} |", "| --- " * (1 + len(envs)) + "|"]
+    for name, by_env in finals.items():
+        cells = [spread(by_env[env]) if env in by_env else "" for env in envs]
+        lines.append(f"| {name or 'all details'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def first_reached(curve, target) -> tuple[float, float] | None:
+    """Minutes and steps at which the mean of the last 100 episodes, or a few more, first is at the target.
+
+    How many episodes a point of the curve stands for follows from its steps and their mean length.
+    """
+    episodes = np.diff(curve.steps, prepend=0) / curve.lengths
+    for i in range(len(curve.steps)):
+        counts = np.cumsum(episodes[i::-1])  # of this point and those before it
+        if counts[-1] < 100:
+            continue
+        window = slice(i - np.searchsorted(counts, 100), i + 1)
+        if np.average(curve.returns[window], weights=episodes[window]) >= target:
+            return curve.seconds[i] / 60, curve.steps[i]
+    return None
+
+
+def table_of_times() -> str:
+    """Minutes and steps to the published score, with 1 environment and the best number; "" without results."""
+    curves = load("mujoco") + load("times")
+    known, lines = published(), []
+    for env in dict.fromkeys(c.env for c in load("times")):
+        target = known["ppo_continuous_action", env]["CleanRL"][0]
+        cells = [env, f"{target:,.1f}"]
+        times = {}
+        for curve in curves:
+            if curve.env == env:
+                times.setdefault(curve.name or "1", []).append(first_reached(curve, target))
+        # A number of environments counts with its slowest run, if all of its runs get there.
+        slowest = {n: max(runs) for n, runs in times.items() if None not in runs}
+        for n in ["1", min((n for n in slowest if n != "1"), key=slowest.get, default=None)]:
+            got = slowest.get(n)
+            cells += [] if n == "1" else [n or ""]
+            cells += [f"{got[0]:.1f}", f"{got[1] / 1e6:.2f}M"] if got else ["not reached", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return ""
+    heads = ["environment", "score", "N = 1: minutes", "steps", "best N of 8 to 256", "minutes", "steps"]
+    return "\n".join(["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|", *lines])
+
+
 def spread(values) -> str:
     """mean ± standard deviation over runs, or the one value."""
     digits = 0 if abs(np.mean(values)) >= 1000 else 1
@@ -164,15 +266,26 @@ def table_of_results() -> str:
 
 def with_tables(readme) -> str:
     """The README with current tables between their marks."""
-    begin, end = "<!-- results: made by python benchmark/plot.py --write -->\n", "\n<!-- end -->"
-    head, rest = readme.split(begin)
-    return f"{head}{begin}\n{table_of_results()}\n{end}{rest.split(end, 1)[1]}"
+    for name, table in {
+        "results": table_of_results,
+        "times": table_of_times,
+        "ablations": table_of_ablations,
+    }.items():
+        begin, end = f"<!-- {name}: made by python benchmark/plot.py --write -->\n", "\n<!-- end -->"
+        if begin in readme:
+            head, rest = readme.split(begin)
+            readme = f"{head}{begin}\n{table()}\n{end}{rest.split(end, 1)[1]}"
+    return readme
 
 
 def main(args):
     style()
-    draw_curves("classic", "Classic control: 4 environments, defaults, 3 seeds")
-    print(table_of_results())
+    for plan, title in TITLES.items():
+        if load(plan):
+            draw_curves(plan, title)
+    if load("ablations"):
+        draw_ablations()
+    print("\n\n".join(filter(None, [table_of_results(), table_of_times(), table_of_ablations()])))
     if args.write:
         path = ROOT / "README.md"
         path.write_text(with_tables(path.read_text()))

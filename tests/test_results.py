@@ -122,6 +122,57 @@ def test_runs_of_the_study(regime):
         assert 3500 < numbers["steps"] <= 4096
 
 
+def curve(returns, lengths, name="", seed=1, env="HalfCheetah-v4") -> plot.Curve:
+    """A run of points 10,000 steps and a minute apart."""
+    n = len(returns)
+    steps, seconds = 10_000.0 * np.arange(1, n + 1), 60.0 * np.arange(1, n + 1)
+    notes = {"episodic_return": returns[-1]}
+    columns = steps, seconds, np.array(returns, float), np.broadcast_to(lengths, n)
+    return plot.Curve("ppo_continuous_action", env, name, seed, *columns, notes)
+
+
+def test_time_to_score():
+    """The mean of the last 100 episodes, of which a point has 10 or 1,000 here."""
+    slow = curve([0] * 10 + [2000] * 10, 1000)
+    assert plot.first_reached(slow, 1000) == (15, 150_000)
+    assert plot.first_reached(slow, 2001) is None
+    assert plot.first_reached(curve([2000] * 9, 1000), 1000) is None  # 90 episodes
+    quick = curve([0] * 10 + [2000] * 10, 10)
+    assert plot.first_reached(quick, 1000) == (11, 110_000)
+
+
+def test_table_of_times(monkeypatch):
+    """The slowest run of each number; the number that is soonest; a run that fails excludes its number."""
+    runs = {
+        "mujoco": [curve([0] * k + [1500] * 30, 1000, seed=k) for k in (5, 9, 7)],
+        "times": [
+            curve([0] * 2 + [1500] * 30, 100, "8"),
+            curve([0] * 1 + [1500] * 30, 100, "16"),
+            curve([0] * 30, 100, "64"),
+        ],
+    }
+    monkeypatch.setattr(plot, "load", lambda plan: runs[plan])
+    row = plot.table_of_times().splitlines()[-1]
+    assert row == "| HalfCheetah-v4 | 1,442.6 | 19.0 | 0.19M | 16 | 2.0 | 0.02M |"
+
+
+def test_ablations(monkeypatch, tmp_path):
+    """Runs with all details come from the other plans; shares of their mean are pooled."""
+    runs = {
+        "classic": [],
+        "mujoco": [curve([1000 + k], 1000, seed=k) for k in (1, 2, 3)],
+        "ablations": [curve([500 + k], 1000, "without D07", seed=k) for k in (1, 2, 3)],
+    }
+    monkeypatch.setattr(plot, "load", lambda plan: runs[plan])
+    monkeypatch.setattr(plot, "FIGURES", tmp_path)
+    assert plot.table_of_ablations().splitlines()[2:] == [
+        "| all details | 1,002 ± 1 |",
+        "| without D07 | 502.0 ± 0.8 |",
+    ]
+    plot.draw_ablations()
+    assert (tmp_path / "ablations.png").stat().st_size > 5000
+
+
 def test_figures_are_drawn(monkeypatch, tmp_path):
     """From the results that are there."""
     monkeypatch.setattr(plot, "FIGURES", tmp_path)
