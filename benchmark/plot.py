@@ -206,7 +206,7 @@ def first_reached(curve, target) -> tuple[float, float] | None:
 
 
 def table_of_times() -> str:
-    """Minutes and steps to the published score, with 1 environment and the best number; "" without results."""
+    """Minutes and steps to the published score, with 1 environment and the best number, or ""."""
     curves = load("mujoco") + load("times")
     known, lines = published(), []
     for env in dict.fromkeys(c.env for c in load("times")):

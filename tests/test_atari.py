@@ -1,13 +1,27 @@
 """Details of Atari and of the LSTM, on ale-py's emulator."""
 
 import itertools
+import platform
+import subprocess
+import sys
 
 import cv2
 import numpy as np
 import pytest
 import torch
 from ale_py import AtariVectorEnv
-from helpers import IMAGE, act, build, make_args, make_batch, recorded, recurrent, rollout, value_of_next
+from helpers import (
+    IMAGE,
+    ROOT,
+    act,
+    build,
+    make_args,
+    make_batch,
+    recorded,
+    recurrent,
+    rollout,
+    value_of_next,
+)
 from torch import nn
 
 pytestmark = [
@@ -501,3 +515,26 @@ def test_deterministic_actions_are_the_most_likely(script):
             for a in (0, 1)
         ]
     assert torch.equal(actions, torch.stack(logprobs).argmax(0)[0])
+
+
+FAULTS = """
+import resource, sys, torch
+sys.path.insert(0, sys.argv[1])
+import {script}
+{call}
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(25_000_000)  # 100 MB, freed at once
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc hands memory back like that")
+def test_freed_memory_is_kept(script):
+    """What was freed can be got again without a page fault; without the call, only with one for each 4 kB."""
+    for call, most in [("", None), (f"{script.__name__}.keep_freed_memory()", 500)]:
+        program = FAULTS.format(script=script.__name__, call=call)
+        command = [sys.executable, "-c", program, ROOT]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        faults = min(int(number) for number in done.stdout.split())
+        assert faults < most if most else faults > 5000
