@@ -128,7 +128,7 @@ class Args:
     torch_threads: int | None = None
     """CPU threads of PyTorch; default 1, or one per core for minibatches of 16,384 rows and more"""
     compile: bool = False
-    """compile the loss with torch.compile, which takes half a minute at the start"""
+    """compile loss and gradient with torch.compile, which takes half a minute at the start"""
     checkpoint_interval: int = 25
     """iterations between two checkpoints; the end of the run always writes one"""
     resume: str | None = None
@@ -454,7 +454,7 @@ def evaluate_rollout(agent, batch, args) -> Rollout:
     return batch._replace(logprobs=logprobs, values=values[:-1], advantages=advantages, returns=returns)
 
 
-# ---- 7. Loss: ppo_loss() ----
+# ---- 7. Loss: ppo_loss(), ppo_gradient() ----
 NAMES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac grad_norm explained_variance"
 DEBUG = [f"losses/{name}" for name in NAMES.split()]  # six from ppo_loss(), the last two from update()
 
@@ -500,10 +500,18 @@ def ppo_loss(agent, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
     return loss, means.detach()
 
 
+def ppo_gradient(agent, parameters, batch, clip_coef, args) -> tuple[Tensor, Tensor]:
+    """Of ppo_loss(), the gradient in one vector, in the order of the parameters, and the debug variables."""
+    loss, debug = ppo_loss(agent, batch, clip_coef, args)
+    gradients = torch.autograd.grad(loss, parameters)
+    return torch.cat([gradient.flatten() for gradient in gradients]), debug
+
+
 # ---- 8. Learning: update() ----
-def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[str, float]:
+def update(agent, optimizer, batch, args, clip_coef, gradient_fn=ppo_gradient) -> dict[str, float]:
     """Learns from one rollout, in epochs of minibatch gradient steps; returns the debug variables."""
     device, (flat,) = batch.valid.device, optimizer.param_groups[0]["params"]
+    parameters = list(agent.parameters())  # all of them parts of `flat`
     unread = dict.fromkeys(["rewards", "terminations", "dones", "next_obs"])  # by the loss
     columns = [None if x is None else x.flatten(0, 1) for x in batch._replace(**unread)]  # (B, ...) each
     clip_coef, debugs, steps = torch.tensor(clip_coef, device=device), [], 0
@@ -511,19 +519,17 @@ def update(agent, optimizer, batch, args, clip_coef, loss_fn=ppo_loss) -> dict[s
     shuffles = (torch.randperm(args.batch_size, device=device) for _ in range(args.update_epochs))
     for rows in (part for shuffle in shuffles for part in shuffle.tensor_split(args.num_minibatches)):
         minibatch = Rollout(*(None if x is None else x.index_select(0, rows) for x in columns))
-        loss, debug = loss_fn(agent, minibatch, clip_coef, args)
-        flat.grad.zero_()  # optimizer.zero_grad() would take the gradients out of their vector
-        loss.backward()
+        gradient, debug = gradient_fn(agent, parameters, minibatch, clip_coef, args)
         if dist.is_initialized():
             # [A2] Parallelized gradient update: the mean over the real rows of all processes. P processes
             # with N environments step as one with P * N, but each normalizes its own advantages.
-            sums = torch.cat([debug, flat.grad, torch.ones(1, device=device)]) * minibatch.valid.sum()
+            sums = torch.cat([debug, gradient, torch.ones(1, device=device)]) * minibatch.valid.sum()
             dist.all_reduce(sums)
             averaged = sums[:-1] / sums[-1].clamp(min=1)
-            debug, flat.grad[:] = averaged.split([len(debug), len(flat)])
+            debug, gradient = averaged.split([len(debug), len(gradient)])
         # [D11] Global gradient clipping: by one norm over all parameters.
-        grad_norm = flat.grad.norm()
-        flat.grad *= (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
+        grad_norm = gradient.norm()
+        flat.grad = gradient * (args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
         debugs.append(torch.cat([debug, grad_norm[None]]))
         # [A3] Early stopping of the policy optimizations: the step that would lead even further is not taken.
         if args.target_kl is not None and debug[DEBUG.index("losses/approx_kl")] > args.target_kl:
@@ -636,16 +642,12 @@ def noted_signals():
 
 
 def flatten_parameters(agent) -> nn.Parameter:
-    """One vector, of which all parameters and their gradients become parts: one tensor to clip and step.
+    """One vector, of which all parameters become parts: one tensor to clip the gradient of and to step.
 
     The agent must not be moved afterwards, which would take its parameters out of the vector.
     """
     flat = nn.Parameter(nn.utils.parameters_to_vector(agent.parameters()).detach())
     nn.utils.vector_to_parameters(flat.detach(), agent.parameters())
-    flat.grad = torch.zeros_like(flat)
-    gradients = flat.grad.split([parameter.numel() for parameter in agent.parameters()])
-    for parameter, gradient in zip(agent.parameters(), gradients, strict=True):
-        parameter.grad = gradient.view_as(parameter)
     return flat
 
 
@@ -726,7 +728,9 @@ def train(args) -> dict:
         raise BadInput(f"--resume {args.resume}: all --total-timesteps {args.total_timesteps} are done")
     envs, agent, optimizer = build(args, rank, device, saved, iterations_done)
     uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
-    loss_fn = torch.compile(ppo_loss, dynamic=uneven) if args.compile else ppo_loss
+    if args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # so that the backward pass is compiled, too
+    gradient_fn = torch.compile(ppo_gradient, dynamic=uneven) if args.compile else ppo_gradient
     folder, writer, eval_envs = open_run(args, envs, agent) if rank == 0 else (None, None, None)
     if rank == 0 and saved:
         print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
@@ -746,7 +750,7 @@ def train(args) -> dict:
             batch = rollout(agent, envs, args)
             agent.merge_normalizers()
             batch = evaluate_rollout(agent, batch, args)
-            debug = update(agent, optimizer, batch, args, clip_coef, loss_fn)
+            debug = update(agent, optimizer, batch, args, clip_coef, gradient_fn)
 
             report = int(batch.valid.count_nonzero()), envs.pop_episodes(), max(noted, default=0)
             steps, episodes, signals = zip(*gather(report), strict=True)

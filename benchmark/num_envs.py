@@ -16,7 +16,6 @@ is what the script does; between its iterations, and not counted in its time,
 benchmark/results/num_envs.csv has the curves, num_envs.json the rest.
 """
 
-import contextlib
 import importlib
 import json
 import math
@@ -26,7 +25,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +33,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.run import ROOT, Run, machine, run_all
+from benchmark.run import Place, Run, enter, logged, machine, run_all
 
 NUMBERS = [1, 4, 16, 64, 256, 1024, 4096]
 SCRIPT = "ppo_continuous_action"
@@ -60,10 +58,8 @@ SHORT = {
 FIGURES = {"HalfCheetah-v5": "num_envs", "Hopper-v5": "num_envs_hopper"}
 
 
-@dataclass
-class Args:
-    workers: int = 1
-    """runs at a time, one core each"""
+@dataclass(kw_only=True)
+class Args(Place):
     env_ids: tuple[str, ...] = ("HalfCheetah-v5", "Hopper-v5")
     """HalfCheetah-v5 has all regimes, others a, d and e"""
     regimes: tuple[str, ...] = tuple(REGIMES)
@@ -74,14 +70,6 @@ class Args:
     """seeds"""
     only_figure: bool = False
     """run nothing: figure and table of the results that are there"""
-    keep: bool = False
-    """keep what the results hold already, and run only what they lack"""
-    cluster: str = "none"
-    """see run.py"""
-    runs: Path = ROOT / "benchmark/runs"
-    """folder of the runs"""
-    results: Path = ROOT / "benchmark/results"
-    """folder of the results"""
 
 
 def flags_of(regime, num_envs) -> dict:
@@ -94,7 +82,7 @@ def flags_of(regime, num_envs) -> dict:
         "c": rate | {"num_steps": 64, "num_minibatches": num_envs},
         "d": {},
         "e": {},
-    }[regime] | {"num_envs": num_envs, "backend": "mujoco"}
+    }[regime] | {"num_envs": num_envs, "backend": "mujoco", "cuda": False}
 
 
 def all_runs(args, numbers=None) -> list[Run]:
@@ -115,18 +103,20 @@ def all_runs(args, numbers=None) -> list[Run]:
 
 
 # ---- Measurements ----
-def gradient_statistics(script, agent, flat, batch, args, seed) -> dict[str, float]:
+def gradient_statistics(script, agent, batch, args, seed) -> dict[str, float]:
     """Signal and noise of the gradient on one batch, of the policy's and of the value function's parameters.
 
-    The batch is dealt into minibatches as update() deals it (at least 8, at most 64 of them looked at). With
-    K minibatches of M rows and gradients g_k of mean g:
+    The batch is dealt into minibatches as update() deals it, or into 8 if it deals fewer; at most 64 of them
+    are looked at. With K of M rows and gradients g_k of mean g:
     trace: trace of the covariance of one row's gradient, M / (K - 1) sum |g_k - g|^2
-    square: |g|^2 - trace / (K M), an unbiased estimate of |G|^2 if rows are independent
-    trace / square is the simple noise scale of McCandlish et al. 2018, arXiv 1812.06162, in rows.
-    They are not: those of one environment resemble each other. With the gradients u and v of two halves of
-    the environments (with N = 1, of the time), each of B / 2 rows:
-    halves_dot: u v, an unbiased estimate of |G|^2
-    halves_trace: B |u - v|^2 / 4, what trace would be if rows were independent; cosine: of u and v
+    square: |g|^2 - trace / (K M), an estimate of |G|^2 if rows are independent
+    trace / square is the simple noise scale of McCandlish et al. 2018, arXiv 1812.06162, in rows. With the
+    gradients u and v of two halves of the environments (with N = 1, of the time), each of B / 2 rows:
+    halves_dot: u v, an estimate of |G|^2 even if the rows of an environment resemble each other
+    halves_trace: B |u - v|^2 / 4, which exceeds trace as far as they do
+    cosine: of u and v
+    As in training, advantages are normalized within what a gradient is taken of, which biases small parts.
+    Fillers count as rows; environments that started together share their phase, which no estimate shows.
     """
     columns = [x.flatten(0, 1) if x is not None else None for x in batch._replace(next_obs=None)]
     clip_coef = torch.tensor(args.clip_coef)
@@ -135,9 +125,7 @@ def gradient_statistics(script, agent, flat, batch, args, seed) -> dict[str, flo
 
     def gradient(rows):
         part = script.Rollout(*(None if x is None else x.index_select(0, rows) for x in columns))
-        flat.grad.zero_()
-        script.ppo_loss(agent, part, clip_coef, args)[0].backward()
-        return flat.grad.clone()
+        return script.ppo_gradient(agent, list(agent.parameters()), part, clip_coef, args)[0]
 
     generator = torch.Generator().manual_seed(seed)
     T, N = batch.valid.shape
@@ -190,6 +178,8 @@ class Probe:
     in_envs: float = 0.0
     in_update: float = 0.0
     steps: int = 0
+    iterations: int = 0
+    peak_gib: float = 0.0  # after the first iteration, before anything was measured
     cut: bool = False
     curve: list = field(default_factory=list)  # step, seconds, mean return and length, std of returns
     gradients: list = field(default_factory=list)
@@ -229,22 +219,23 @@ class Probe:
             self.started = time.process_time()
         return self.rollout(agent, envs, args)
 
-    def updated(self, agent, optimizer, batch, args, clip_coef, loss_fn):
-        (flat,) = optimizer.param_groups[0]["params"]
+    def updated(self, agent, optimizer, batch, args, clip_coef, gradient_fn):
         began = time.process_time()
-        if self.in_gradients < 0.05 * self.seconds():
+        if self.iterations and self.in_gradients < 0.05 * self.seconds():
             at = {"step": self.steps, "seconds": self.seconds()}
-            statistics = gradient_statistics(self.script, agent, flat, batch, args, self.steps)
+            statistics = gradient_statistics(self.script, agent, batch, args, self.steps)
             self.gradients.append(at | statistics)
             self.in_gradients += time.process_time() - began
         began = time.process_time()
-        result = self.update(agent, optimizer, batch, args, clip_coef, loss_fn)
+        result = self.update(agent, optimizer, batch, args, clip_coef, gradient_fn)
         ended = time.process_time()
         self.in_update += ended - began
         self.steps += int(batch.valid.count_nonzero())
-        rows = args.num_iterations * args.batch_size
-        progress = max(self.steps / rows, self.seconds() / self.limit)
-        if progress * POINTS >= len(self.curve) + 1 or self.steps >= rows - args.batch_size:
+        self.iterations += 1
+        if self.iterations == 1:
+            self.peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        progress = max(self.iterations / args.num_iterations, self.seconds() / self.limit)
+        if progress * POINTS >= len(self.curve) + 1:
             seconds, in_envs = self.seconds(), self.in_envs
             returns, lengths = play(agent, self.test_envs)
             self.curve.append((self.steps, seconds, returns.mean(), lengths.mean(), returns.std()))
@@ -266,19 +257,14 @@ def mean_gradients(gradients, most=10) -> list[dict]:
 def work_on(run) -> str:
     """Trains one run from its start and measures it."""
     shutil.rmtree(run.folder, ignore_errors=True)
-    run.folder.mkdir(parents=True)
-    os.chdir(run.folder)
+    enter(run)
     script = importlib.import_module(run.script)
     args = script.Args(env_id=run.env_id, seed=run.seed, torch_threads=1, **run.flags)
     own_schedule = run.name[0] in "de"
     probe = Probe(script, run.name.startswith("e"), math.inf if own_schedule else SECONDS)
     probe.install()
-    with open("log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        try:
-            result = script.train(args)
-        except Exception:
-            traceback.print_exc()
-            raise
+    with logged():
+        made_with, result = machine(), script.train(args)
     if result["signal"] and not probe.cut:
         return "interrupted"
     seconds = probe.seconds()
@@ -296,12 +282,13 @@ def work_on(run) -> str:
         "steps_per_second": round(probe.steps / seconds, 1),
         "share_of_environments": round(probe.in_envs / seconds, 3),
         "share_of_update": round(probe.in_update / seconds, 3),
-        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "peak_gib": round(probe.peak_gib, 2),
         "training_return": result["episodic_return"],
         "std_of_episodes": [round(std, 1) for *_, std in probe.curve],
         "gradients": mean_gradients(probe.gradients),
         "finished": time.strftime("%Y-%m-%d %H:%M"),
-        **machine(),
+        **run.orders,
+        **made_with,
     }
     Path("curve.json").write_text(json.dumps([point[:4] for point in probe.curve]))
     Path("done.json").write_text(json.dumps(numbers))
@@ -328,15 +315,17 @@ def noise_of_curve(returns) -> float:
 def numbers_of(curve) -> dict[str, float]:
     """What figure and table show of one run; NaN for what it did not reach."""
     notes, gradients = curve.notes, curve.notes["gradients"]
-    total = {name: sum(g[name] * g["measured"] for g in gradients) for name in gradients[0]}
+    weights = [g["measured"] for g in gradients]
+    mean = {name: np.average([g[name] for g in gradients], weights=weights) for name in gradients[0]}
     reached = lambda x, at: np.interp(at, x, curve.returns) if x[-1] >= 0.98 * at else math.nan  # noqa: E731
+    of_playing = np.mean(np.square(notes["std_of_episodes"])) / EPISODES
     return {
-        "cosine": total["policy_cosine"] / total["measured"],
-        "noise_scale": total["policy_trace"] / total["policy_square"],
-        "halves": total["policy_halves_trace"] / total["policy_trace"],
-        "curve_noise": noise_of_curve(curve.returns),
+        "cosine": mean["policy_cosine"],
+        "trace": mean["policy_trace"],
+        "dot": mean["policy_halves_dot"],
+        "curve_noise": math.sqrt(max(0, noise_of_curve(curve.returns) ** 2 - of_playing)),
         "at_samples": reached(curve.steps, 1_000_000),
-        "at_seconds": np.interp(SECONDS, curve.seconds, curve.returns),
+        "at_seconds": np.interp(SECONDS, curve.seconds, curve.returns),  # of the end if that was sooner
         "last": curve.returns[-1],
         **{name: notes[name] for name in ("steps_per_second", "share_of_environments", "peak_gib")},
         **{name: notes[name] for name in ("minibatch_size", "steps", "seconds", "regime", "num_envs")},
@@ -344,13 +333,19 @@ def numbers_of(curve) -> dict[str, float]:
 
 
 PANELS = {
-    "cosine": ("agreement of gradients", "cosine, two halves of the environments"),
+    "cosine": ("agreement of gradients", "cosine of two halves"),
     "curve_noise": ("noise of the curve", "standard deviation of return"),
     "at_samples": ("after 1M samples", "return"),
-    "at_seconds": ("after 10 minutes of one core", "return"),
+    "at_seconds": ("after 10 minutes of one core or at the end", "return"),
     "steps_per_second": ("speed on one core", "samples per second"),
     "peak_gib": ("memory", "GiB"),
 }
+
+
+def noise_scale_of(numbers) -> str:
+    """Of the policy's gradient, in rows, from the sums over runs; "" where noise hides it."""
+    trace, dot = sum(x["trace"] for x in numbers), sum(x["dot"] for x in numbers)
+    return f"{trace / dot:,.0f}" if dot > 0 else ""
 
 
 def means_by_number(numbers, regime, name) -> tuple[list[int], list[float]]:
@@ -361,19 +356,20 @@ def means_by_number(numbers, regime, name) -> tuple[list[int], list[float]]:
     return list(means), list(means.values())
 
 
-def draw(env_id, name):
+def draw(env_id, name, numbers):
     """The figure of one environment: a line for each regime."""
     from benchmark import plot
 
     plot.style()
-    numbers = [numbers_of(curve) for curve in plot.load("num_envs") if curve.env == env_id]
     figure, grid = plot.plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
     for axes, (key, (title, unit)) in zip(grid.flat, PANELS.items(), strict=True):
         for color, regime in zip(plot.COLORS, REGIMES, strict=False):
             x, y = means_by_number(numbers, regime, key)
+            if regime not in {each["regime"] for each in numbers}:
+                continue
             axes.plot(x, y, color=color, marker="o", markersize=3.5, linewidth=1.3, label=SHORT[regime])
         axes.set_xscale("log", base=4)
-        axes.set_xticks(NUMBERS, [f"{n:,}" for n in NUMBERS])
+        axes.set_xticks(NUMBERS, [f"{n // 1024}k" if n >= 1024 else str(n) for n in NUMBERS])
         axes.set_title(title, fontsize=9)
         axes.set_ylabel(unit)
         axes.set_xlabel("N, environments")
@@ -384,12 +380,10 @@ def draw(env_id, name):
     plot.save(figure, name)
 
 
-def table(env_id) -> str:
+def table(numbers) -> str:
     """Numbers of all runs of an environment, means over seeds."""
-    from benchmark import plot
-
-    numbers = [numbers_of(curve) for curve in plot.load("num_envs") if curve.env == env_id]
-    heads = ["", "N", "rows of a gradient", "cosine", "noise of the curve", "1M samples", "10 minutes"]
+    heads = ["", "N", "rows of a gradient", "noise scale", "cosine", "noise of the curve"]
+    heads += ["1M samples", "10 minutes"]
     heads += ["the end", "samples", "seconds", "samples/s", "environments' share", "GiB"]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for regime in REGIMES:
@@ -399,7 +393,8 @@ def table(env_id) -> str:
                 continue
             mean = lambda name, chosen=chosen: float(np.mean([x[name] for x in chosen]))  # noqa: E731
             number = lambda x: "" if math.isnan(x) else f"{x:,.0f}"  # noqa: E731
-            cells = [regime, f"{n:,}", f"{chosen[0]['minibatch_size']:,}", f"{mean('cosine'):.2f}"]
+            cells = [regime, f"{n:,}", f"{chosen[0]['minibatch_size']:,}"]
+            cells += [noise_scale_of(chosen), f"{mean('cosine'):.2f}"]
             cells += [number(mean(key)) for key in ("curve_noise", "at_samples", "at_seconds", "last")]
             cells += [
                 f"{mean('steps') / 1e6:.2f}M",
@@ -417,10 +412,14 @@ def main(args) -> int:
     if not args.only_figure:
         runs = all_runs(args)
         status = run_all(runs, args, "num_envs", "python benchmark/num_envs.py", work_on, returns_of)
+    from benchmark import plot
+
+    curves = plot.load("num_envs", args.results)
     for env_id, name in FIGURES.items():
-        if table(env_id).count("\n") > 1:
-            draw(env_id, name)
-            print(f"{env_id}\n{table(env_id)}")
+        numbers = [numbers_of(curve) for curve in curves if curve.env == env_id]
+        if numbers:
+            draw(env_id, name, numbers)
+            print(f"{env_id}\n{table(numbers)}")
     return status
 
 

@@ -7,8 +7,6 @@ Needs the packages of requirements-dev.txt. Curves: mean of the seeds, and a ban
 highest.
 """
 
-import csv
-import json
 import re
 import sys
 import tomllib
@@ -20,7 +18,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmark.run import ROOT, read_results
+
 RESULTS, FIGURES = ROOT / "benchmark/results", ROOT / "benchmark/figures"
 # Okabe and Ito's palette, which the color-blind can tell apart, without its yellow.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
@@ -54,13 +54,9 @@ class Curve:
     notes: dict  # its entry in the JSON file
 
 
-def load(plan) -> list[Curve]:
+def load(plan, results=RESULTS) -> list[Curve]:
     """The runs of a plan, [] where there are no results."""
-    if not (RESULTS / f"{plan}.json").exists():
-        return []
-    notes = json.loads((RESULTS / f"{plan}.json").read_text())["runs"]
-    with open(RESULTS / f"{plan}.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows, notes = read_results(plan, results)
     curves = {}
     for row in rows:
         curves.setdefault((row["script"], row["env"], row["name"], row["seed"]), []).append(row)
@@ -139,6 +135,7 @@ def draw_ablations():
     """Interquartile means of final returns as shares of those with all details, with 95% intervals.
 
     Pooled over tasks and seeds by rliable (Agarwal et al. 2021, arXiv 2108.13264), intervals by bootstrap.
+    Details of continuous control have one task and so 3 runs, of which the interquartile mean is the mean.
     """
     from rliable import library, metrics
 
@@ -162,73 +159,6 @@ def draw_ablations():
 
 
 # ---- Tables ----
-def finals_of_ablations() -> dict[str, dict[str, list[float]]]:
-    """Name of the ablation -> environment -> final returns; the name "" has all details."""
-    ablated = load("ablations")
-    envs = {c.env for c in ablated}
-    finals = {}
-    for curve in [
-        c for plan in ("classic", "mujoco") for c in load(plan) if c.script != "ppo_shared"
-    ] + ablated:
-        if curve.env in envs:
-            by_env = finals.setdefault(curve.name, {})
-            by_env.setdefault(curve.env, []).append(curve.notes["episodic_return"])
-    return finals
-
-
-def table_of_ablations() -> str:
-    """Final returns without a detail, means over seeds; "" without results."""
-    finals = finals_of_ablations()
-    if not finals:
-        return ""
-    envs = list(finals[""])
-    lines = [f"| | {' | '.join(envs)} |", "| --- " * (1 + len(envs)) + "|"]
-    for name, by_env in finals.items():
-        cells = [spread(by_env[env]) if env in by_env else "" for env in envs]
-        lines.append(f"| {name or 'all details'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def first_reached(curve, target) -> tuple[float, float] | None:
-    """Minutes and steps at which the mean of the last 100 episodes, or a few more, first is at the target.
-
-    How many episodes a point of the curve stands for follows from its steps and their mean length.
-    """
-    episodes = np.diff(curve.steps, prepend=0) / curve.lengths
-    for i in range(len(curve.steps)):
-        counts = np.cumsum(episodes[i::-1])  # of this point and those before it
-        if counts[-1] < 100:
-            continue
-        window = slice(i - np.searchsorted(counts, 100), i + 1)
-        if np.average(curve.returns[window], weights=episodes[window]) >= target:
-            return curve.seconds[i] / 60, curve.steps[i]
-    return None
-
-
-def table_of_times() -> str:
-    """Minutes and steps to the published score, with 1 environment and the best number, or ""."""
-    curves = load("mujoco") + load("times")
-    known, lines = published(), []
-    for env in dict.fromkeys(c.env for c in load("times")):
-        target = known["ppo_continuous_action", env]["CleanRL"][0]
-        cells = [env, f"{target:,.1f}"]
-        times = {}
-        for curve in curves:
-            if curve.env == env:
-                times.setdefault(curve.name or "1", []).append(first_reached(curve, target))
-        # A number of environments counts with its slowest run, if all of its runs get there.
-        slowest = {n: max(runs) for n, runs in times.items() if None not in runs}
-        for n in ["1", min((n for n in slowest if n != "1"), key=slowest.get, default=None)]:
-            got = slowest.get(n)
-            cells += [] if n == "1" else [n or ""]
-            cells += [f"{got[0]:.1f}", f"{got[1] / 1e6:.2f}M"] if got else ["not reached", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    if not lines:
-        return ""
-    heads = ["environment", "score", "N = 1: minutes", "steps", "best N of 8 to 256", "minutes", "steps"]
-    return "\n".join(["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|", *lines])
-
-
 def spread(values) -> str:
     """mean ± standard deviation over runs, or the one value."""
     digits = 0 if abs(np.mean(values)) >= 1000 else 1
@@ -262,6 +192,69 @@ def table_of_results() -> str:
             ]
             lines.append("| " + " | ".join(rows) + " |")
     return "\n".join(lines)
+
+
+def finals_of_ablations() -> dict[str, dict[str, list[float]]]:
+    """Name of the ablation -> environment -> final returns; "" has all details, on the same tasks."""
+    ablated = load("ablations")
+    tasks = {(c.script, c.env) for c in ablated}
+    complete = [c for plan in ("classic", "mujoco") for c in load(plan) if (c.script, c.env) in tasks]
+    finals = {}
+    for curve in complete + ablated:
+        by_env = finals.setdefault(curve.name, {})
+        by_env.setdefault(curve.env, []).append(curve.notes["episodic_return"])
+    return finals
+
+
+def table_of_ablations() -> str:
+    """Final returns without a detail, means over seeds; "" without results."""
+    finals = finals_of_ablations()
+    envs = sorted({env for by_env in finals.values() for env in by_env})
+    if not envs:
+        return ""
+    lines = [f"| | {' | '.join(envs)} |", "| --- " * (1 + len(envs)) + "|"]
+    for name, by_env in finals.items():
+        cells = [spread(by_env[env]) if env in by_env else "" for env in envs]
+        lines.append(f"| {name or 'all details'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def first_reached(curve, target) -> tuple[float, float] | None:
+    """Minutes and steps at which the mean of the last 100 episodes, or a few more, first is at the target.
+
+    How many episodes a point of the curve stands for follows from its steps and their mean length.
+    """
+    episodes = np.diff(curve.steps, prepend=0) / curve.lengths
+    for i in range(len(curve.steps)):
+        counts = np.cumsum(episodes[i::-1])  # of this point and those before it
+        if counts[-1] < 100:
+            continue
+        window = slice(i - np.searchsorted(counts, 100), i + 1)
+        if np.average(curve.returns[window], weights=episodes[window]) >= target:
+            return curve.seconds[i] / 60, curve.steps[i]
+    return None
+
+
+def table_of_times() -> str:
+    """Minutes and steps to the published score, seed 1, by number of environments; "" without results."""
+    numbers, known = ["1", "8", "16", "64", "256"], published()
+    curves = {(c.env, c.name or "1"): c for plan in ("mujoco", "times") for c in load(plan) if c.seed == 1}
+    lines = []
+    for env in dict.fromkeys(c.env for c in load("times")):
+        target = known["ppo_continuous_action", env]["CleanRL"][0]
+        cells = [env, f"{target:,.1f}"]
+        for n in numbers:
+            if (env, n) not in curves:
+                cells.append("")
+            elif got := first_reached(curves[env, n], target):
+                cells.append(f"{got[0]:.1f} min, {got[1] / 1e6:.2f}M")
+            else:
+                cells.append("not reached")
+        lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return ""
+    heads = ["environment", "score", *(f"N = {n}" for n in numbers)]
+    return "\n".join(["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|", *lines])
 
 
 def with_tables(readme) -> str:

@@ -6,25 +6,28 @@
 A plan is a TOML file of [[runs]] with `script`, `env_ids`, `seeds`, and as needed `flags`, a `name` for
 them, and `replace`: texts of the script and what stands there instead, for ablations without a flag. Each
 run has a folder below benchmark/runs/, in which the script leaves what it always leaves, and log.txt with
-what it printed. A finished run is skipped, an interrupted one goes on from its last checkpoint.
-benchmark/results/ gets the returns of all finished runs as CSV (script, env, name, seed, step, seconds,
-return, length of the episodes) and how they were made. With --keep, the runs that are in there already
-stay, so that a plan can be spread over days and machines.
+what it printed. A finished run is skipped, an interrupted one goes on from its last checkpoint; one whose
+flags have changed starts anew. benchmark/results/ gets the returns of all finished runs as CSV (script, env,
+name, seed, step, seconds, return, length of the episodes) and how they were made; what it has of others
+stays. With --keep, those count as finished, so that a plan can be spread over days and machines.
 """
 
 import contextlib
 import csv
 import importlib
 import json
+import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
 import tomllib
 import traceback
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -35,24 +38,32 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@dataclass
-class Args:
-    plan: tyro.conf.Positional[Path]
-    """TOML file that says what to run"""
+@dataclass(kw_only=True)
+class Place:
+    """Where to run, and where results are."""
+
     workers: int = 1
     """runs at a time on this machine, one PyTorch thread each unless the plan says otherwise"""
     cluster: Literal["none", "local", "slurm"] = "none"
     """hand the runs to submitit: as processes here (local) or as jobs (slurm)"""
     partition: str | None = None
     """partition of the SLURM jobs"""
+    gpus: int = 0
+    """GPUs of each SLURM job"""
     hours: int = 24
     """time limit of a job"""
     keep: bool = False
-    """keep what the results hold already, and run only what they lack"""
+    """run only what the results lack"""
     runs: Path = ROOT / "benchmark/runs"
     """folder of the runs"""
     results: Path = ROOT / "benchmark/results"
     """folder of the results"""
+
+
+@dataclass(kw_only=True)
+class Args(Place):
+    plan: tyro.conf.Positional[Path]
+    """TOML file that says what to run"""
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,19 @@ class Run:
     replace: dict[str, str] = field(default_factory=dict)
 
     @property
+    def orders(self) -> dict:
+        """What makes it this run, as results state it."""
+        flags = {"env_id": self.env_id, "seed": self.seed} | self.flags
+        return {"flags": flags} | ({"replace": self.replace} if self.replace else {})
+
+    def is_made_by(self, notes) -> bool:
+        """Whether the notes of a finished run are of this one, flags and all."""
+        return {name: notes.get(name) for name in self.orders} == self.orders
+
+    @property
     def done(self) -> bool:
-        return (self.folder / "done.json").exists()
+        path = self.folder / "done.json"
+        return path.exists() and self.is_made_by(json.loads(path.read_text()))
 
     def checkpoints(self) -> list[Path]:
         """Of this run and what it was resumed from, oldest first."""
@@ -103,28 +125,47 @@ def load_script(run):
     return importlib.import_module(run.script)
 
 
-def work_on(run) -> str:
-    """Trains one run in its folder: "finished" or "interrupted". Raises what training raises."""
+def enter(run):
+    """Goes into the folder of the run, which is emptied if it was made by other flags."""
+    orders = run.folder / "orders.json"
+    if orders.exists() and json.loads(orders.read_text()) != run.orders:
+        shutil.rmtree(run.folder)
     run.folder.mkdir(parents=True, exist_ok=True)
+    orders.write_text(json.dumps(run.orders))
     os.chdir(run.folder)
-    script = load_script(run)
-    flags = {"env_id": run.env_id, "seed": run.seed, "torch_threads": 1} | run.flags
-    if saved := run.checkpoints():
-        flags["resume"] = str(saved[-1])
-    started = time.time()
+
+
+@contextlib.contextmanager
+def logged():
+    """What is printed, and what is raised, goes into log.txt; what is raised is raised all the same."""
     with open("log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
-            result = script.train(script.Args(**flags))
+            yield
         except Exception:
-            traceback.print_exc()  # into the log; what is raised goes to the one who started the runs
+            traceback.print_exc()
             raise
-    if result["signal"]:
-        return "interrupted"
-    result |= {"seconds": time.time() - started, "finished": time.strftime("%Y-%m-%d %H:%M"), **machine()}
-    result["flags"] = {"env_id": run.env_id, "seed": run.seed} | run.flags
-    if run.replace:
-        result["replace"] = run.replace
-    (run.folder / "done.json").write_text(json.dumps(result, indent=2))
+
+
+def work_on(run) -> str:
+    """Trains one run in its folder: "finished" or "interrupted". Raises what training raises."""
+    enter(run)
+    with logged():
+        made_with, script = machine(), load_script(run)
+        args = script.Args(**{"env_id": run.env_id, "seed": run.seed, "torch_threads": 1} | run.flags)
+        saved = run.checkpoints()
+        rows = script.load_checkpoint(saved[-1])["progress"]["rows"] if saved else 0
+        if rows < args.num_iterations * args.rows_per_iteration:
+            if saved:
+                args = script.Args(**args.given, resume=str(saved[-1]))
+            if script.train(args)["signal"]:
+                return "interrupted"
+        progress = script.load_checkpoint(run.checkpoints()[-1])["progress"]
+        returns = progress["recent_returns"]
+        seconds = timeline(run)[0][-1][1]
+    notes = {"episodic_return": sum(returns) / len(returns) if returns else None}
+    notes |= {"global_step": progress["global_step"], "seconds": round(seconds, 1)} | run.orders
+    notes |= {"finished": time.strftime("%Y-%m-%d %H:%M"), **made_with}
+    (run.folder / "done.json").write_text(json.dumps(notes, indent=2))
     return "finished"
 
 
@@ -135,44 +176,61 @@ def machine() -> dict:
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "commit": commit.stdout.strip(),
     }
 
 
+def in_own_process(work, run) -> str:
+    """work(run) in a new process: if that is killed, the others go on."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, run).result()
+
+
 def make_executor(args):
-    """Something with the submit() of concurrent.futures."""
+    """Something whose submit(work, run) returns a future."""
     if args.cluster == "none":
-        return ProcessPoolExecutor(args.workers, max_tasks_per_child=1)
+        executor = ThreadPoolExecutor(args.workers)
+        executor.submit = partial(executor.submit, in_own_process)
+        return executor
     import submitit
 
     executor = submitit.AutoExecutor(args.runs / "jobs", cluster=args.cluster)
-    executor.update_parameters(timeout_min=60 * args.hours, cpus_per_task=1)
+    executor.update_parameters(timeout_min=60 * args.hours, cpus_per_task=1, gpus_per_node=args.gpus)
     if args.partition:
         executor.update_parameters(slurm_partition=args.partition)
     return executor
 
 
-def returns_of(run) -> list[tuple[int, float, float, float]]:
-    """(step, seconds of training, mean return, mean length) of each iteration in which an episode ended."""
+def timeline(run) -> tuple[list[tuple[int, float]], dict[str, dict[int, float]]]:
+    """(step, seconds of training) of each iteration, over all resumptions; and all scalars, by name and step.
+
+    Iterations that were lost, and done again after the last checkpoint, count once.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    points, seconds = [], 0.0
-    folders = sorted(run.folder.glob("runs/*"), key=lambda folder: folder.name.rsplit("__", 1)[1])
-    for folder in folders:
+    iterations, scalars = [], {}
+    for folder in sorted(run.folder.glob("runs/*"), key=lambda folder: folder.name.rsplit("__", 1)[1]):
         log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         if "charts/SPS" not in log.Tags()["scalars"]:
             continue
         speeds = log.Scalars("charts/SPS")
-        points = [point for point in points if point[0] < speeds[0].step]
-        steps = speeds[1].step - speeds[0].step if len(speeds) > 1 else speeds[0].step  # of an iteration
-        first = speeds[0].wall_time - steps / speeds[0].value  # when the first iteration began
-        if "charts/episodic_return" in log.Tags()["scalars"]:
-            returns, lengths = log.Scalars("charts/episodic_return"), log.Scalars("charts/episodic_length")
-            for event, length in zip(returns, lengths, strict=True):
-                points.append((event.step, seconds + event.wall_time - first, event.value, length.value))
-        seconds += speeds[-1].wall_time - first
-    return points
+        iterations = [each for each in iterations if each[0] < speeds[0].step]
+        step, seconds = iterations[-1] if iterations else (0, 0.0)
+        began = speeds[0].wall_time - (speeds[0].step - step) / speeds[0].value
+        iterations += [(speed.step, seconds + speed.wall_time - began) for speed in speeds]
+        for name in log.Tags()["scalars"]:
+            known = {s: v for s, v in scalars.get(name, {}).items() if s < speeds[0].step}
+            scalars[name] = known | {event.step: event.value for event in log.Scalars(name)}
+    return iterations, scalars
+
+
+def returns_of(run) -> list[tuple[int, float, float, float]]:
+    """(step, seconds of training, mean return, mean length) of each iteration in which an episode ended."""
+    iterations, scalars = timeline(run)
+    returns, lengths = (scalars.get(f"charts/episodic_{name}", {}) for name in ("return", "length"))
+    both = returns.keys() & lengths.keys()  # a killed process may have written only one
+    return [(step, seconds, returns[step], lengths[step]) for step, seconds in iterations if step in both]
 
 
 COLUMNS = ["script", "env", "name", "seed", "step", "seconds", "return", "length"]
@@ -186,22 +244,17 @@ def read_results(stem, results) -> tuple[list[dict], dict[str, dict]]:
         return list(csv.DictReader(file)), json.loads((results / f"{stem}.json").read_text())["runs"]
 
 
-def collect(stem, command, results, runs, kept, returns_of):
-    """Writes what is known of the runs: from their folders if they are finished there, else what was kept."""
+def collect(stem, command, results, runs, returns_of):
+    """Adds the finished runs to the results, in place of what these have of the same runs."""
     results.mkdir(parents=True, exist_ok=True)
-    old_rows, old_notes = kept
-    rows, notes = [], {}
-    for run in runs:
+    rows, notes = read_results(stem, results)
+    for run in [run for run in runs if run.done]:
+        notes[run.folder.name] = json.loads((run.folder / "done.json").read_text())
         key = {"script": run.script, "env": run.env_id, "name": run.name, "seed": str(run.seed)}
-        if run.done:
-            notes[run.folder.name] = json.loads((run.folder / "done.json").read_text())
-            notes[run.folder.name].pop("checkpoint", None)
-            for step, seconds, value, length in thinned(returns_of(run)):
-                numbers = {"return": f"{value:.6g}", "length": f"{length:.6g}"}
-                rows.append(key | {"step": step, "seconds": f"{seconds:.1f}"} | numbers)
-        elif run.folder.name in old_notes:
-            notes[run.folder.name] = old_notes[run.folder.name]
-            rows += [row for row in old_rows if key.items() <= row.items()]
+        rows = [row for row in rows if not key.items() <= row.items()]
+        for step, seconds, value, length in thinned(returns_of(run)):
+            numbers = {"return": f"{value:.6g}", "length": f"{length:.6g}"}
+            rows.append(key | {"step": step, "seconds": f"{seconds:.1f}"} | numbers)
     with open(results / f"{stem}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -220,8 +273,8 @@ def thinned(points, most=200) -> list:
 
 def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> int:
     """Runs what is not finished and writes the results; 0 if then all is finished, else 1."""
-    kept = read_results(stem, args.results) if args.keep else ([], {})
-    waiting = [run for run in runs if not run.done and run.folder.name not in kept[1]]
+    _, notes = read_results(stem, args.results) if args.keep else ([], {})
+    waiting = [run for run in runs if not run.done and not run.is_made_by(notes.get(run.folder.name, {}))]
     print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
     executor, failed = make_executor(args), []
     futures = {executor.submit(work, run): run for run in waiting}
@@ -238,8 +291,13 @@ def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> i
                 bar.write(failed[-1], file=sys.stderr)
             bar.update()
         bar.close()
-    finally:  # also after Ctrl-C
-        collect(stem, command, args.results, runs, kept, returns_of)
+    finally:  # also after Ctrl-C, when those that are running save and end
+        for future in futures:
+            if not future.done():
+                future.cancel()
+        if args.cluster == "none":
+            executor.shutdown()
+        collect(stem, command, args.results, runs, returns_of)
     finished = len(runs) - len(failed)
     print(f"{finished} of {len(runs)} runs are finished; see {args.results / f'{stem}.csv'}")
     for line in failed:
@@ -249,7 +307,7 @@ def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> i
 
 def main(args) -> int:
     """Exit status: 0 if all runs are finished."""
-    runs, command = read_plan(args.plan, args.runs), f"python benchmark/run.py {args.plan}"
+    runs, command = read_plan(args.plan, args.runs), " ".join(["python benchmark/run.py", *sys.argv[1:]])
     return run_all(runs, args, args.plan.stem, command)
 
 

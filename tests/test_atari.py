@@ -472,12 +472,12 @@ def test_d35_sequential_rollouts_in_mini_batches(script):
     number = torch.arange(8.0).expand(12, 8).contiguous()
     dealt = []
 
-    def spy(agent, minibatch, *rest):
+    def spy(agent, parameters, minibatch, *rest):
         chosen = minibatch.advantages[0].long()
         dealt.append(chosen.tolist())
         for name in ("obs", "actions", "valid", "starts", "state", "logprobs", "values", "returns"):
             assert torch.equal(getattr(minibatch, name), getattr(batch, name)[:, chosen]), name
-        return script.ppo_loss(agent, minibatch, *rest)
+        return script.ppo_gradient(agent, parameters, minibatch, *rest)
 
     script.update(agent, optimizer, batch._replace(advantages=number), args, 0.2, spy)
     assert [len(part) for part in dealt] == [2] * 8

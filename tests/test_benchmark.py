@@ -86,7 +86,7 @@ def test_a_plan(flags):
     assert {float(row["return"]) for row in rows()} == {1000.0}
     assert max(int(row["step"]) for row in rows()) > 200
     notes = json.loads(Path("results/plan.json").read_text())
-    assert notes["command"] == "python benchmark/run.py plan.toml"
+    assert notes["command"].startswith("python benchmark/run.py plan.toml --runs work")
     assert len(notes["runs"]) == 3
     assert all({"versions", "machine", "finished", "flags"} <= set(note) for note in notes["runs"].values())
     before = sorted(Path("work").rglob("events*"))
@@ -106,6 +106,9 @@ def test_results_that_are_kept():
     assert {row["seed"] for row in rows()} == {"1", "2", "3"}
     assert [row for row in rows() if row["seed"] != "3"] == before
     assert len(json.loads(Path("results/plan.json").read_text())["runs"]) == 4
+    part = run_plan(PLAN.replace("[1, 2]", "[4]"), "--keep")
+    assert "2 runs, 1 of them finished before" in part.stdout
+    assert {row["seed"] for row in rows()} == {"1", "2", "3", "4"}
     shutil.rmtree("work")
     assert "3 runs, 0 of them finished before" in run_plan(PLAN).stdout
 
@@ -131,18 +134,33 @@ def test_a_run_that_fails_is_reported():
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on():
-    """Ctrl-C saves; the next call resumes from there, and the curve has each step once."""
+def test_changed_flags_are_another_run():
+    """What was made with others is not taken for finished, and not resumed."""
+    assert run_plan(PLAN).returncode == 0
+    done = run_plan(
+        PLAN.replace("240, num_envs = 2, num_steps = 12", "480, num_envs = 4, num_steps = 12"), "--keep"
+    )
+    assert "3 runs, 0 of them finished before" in done.stdout
+    assert len(list(Path("work").rglob("checkpoint.pt"))) == 3
+    assert max(int(row["step"]) for row in rows()) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_goes_on(how):
+    """Ctrl-C saves, a kill loses what came after the last checkpoint; either way the curve has each step once."""
     process = subprocess.Popen(command(LONG), start_new_session=True, stderr=subprocess.PIPE, text=True)
     while not list(Path("work").rglob("checkpoint.pt")):
         time.sleep(0.1)
         assert process.poll() is None, process.stderr.read()
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, how)
     process.communicate(timeout=60)
     assert not list(Path("work").rglob("done.json"))
     done = run_plan(LONG)
     assert done.returncode == 0, done.stderr
     assert len(list(Path("work").rglob("checkpoint.pt"))) == 2
-    steps = [int(row["step"]) for row in rows()]
+    steps, seconds = ([float(row[name]) for row in rows()] for name in ("step", "seconds"))
     assert steps == sorted(set(steps))
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[-1] < 120
     assert steps[-1] > 28_000

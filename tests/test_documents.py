@@ -32,7 +32,7 @@ COPIES = {
     **dict.fromkeys(
         ["BadInput", "num_cores", "parse_env_kwargs", "ignored_interrupts", "derive_seed", "layer_init"], ALL
     ),
-    **dict.fromkeys(["gae", "ppo_loss", "on_cpu", "save_checkpoint", "load_checkpoint"], ALL),
+    **dict.fromkeys(["gae", "ppo_loss", "ppo_gradient", "on_cpu", "save_checkpoint", "load_checkpoint"], ALL),
     **dict.fromkeys(
         [
             "gather",

@@ -180,10 +180,10 @@ def test_a4_masks_belong_to_their_observations(script, env):
     assert (clock == 8).sum() > 0
     assert batch.valid.min() == 0
 
-    def spy(agent, minibatch, *rest):
+    def spy(agent, parameters, minibatch, *rest):
         with torch.no_grad():
             assert torch.allclose(agent.evaluate_actions(minibatch)[0], minibatch.logprobs, atol=1e-5)
-        return script.ppo_loss(agent, minibatch, *rest)
+        return script.ppo_gradient(agent, parameters, minibatch, *rest)
 
     debug = script.update(agent, optimizer, batch, args, 0.2, spy)
     assert debug["losses/entropy"] == pytest.approx(0, abs=1e-6)  # one valid choice each

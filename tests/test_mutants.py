@@ -171,8 +171,8 @@ MUTANTS = [
     (
         "D11",
         P,
-        "grad_norm = flat.grad.norm()",
-        "grad_norm = flat.grad.norm(); flat = next(agent.parameters())",
+        "grad_norm = gradient.norm()",
+        "grad_norm = gradient[:4].norm()",
         test_details.test_d11_global_gradient_clipping,
     ),
     (
