@@ -2,7 +2,7 @@
 
     python benchmark/num_envs.py --workers 2                 # everything: 15 hours on 2 cores
     python benchmark/num_envs.py --seeds 1 --regimes a d     # a part; with --keep, results add up
-    python benchmark/num_envs.py --only-figure
+    python benchmark/num_envs.py --only-figure               # figures, and the tables of NUM_ENVS.md
 
 Each run has one core (one thread for PyTorch, one for the physics) and ends after 10 minutes of training or
 2,000,000 samples (20,000,000 from N = 1024 on), those of regimes d and e when their schedule does. Times are
@@ -33,7 +33,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.run import Place, Run, enter, logged, machine, run_all
+from benchmark.run import ROOT, Place, Run, enter, logged, machine, run_all
 
 NUMBERS = [1, 4, 16, 64, 256, 1024, 4096]
 SCRIPT = "ppo_continuous_action"
@@ -55,7 +55,7 @@ SHORT = {
     "d": "d: defaults",
     "e": "e: defaults, first episodes cut",
 }
-FIGURES = {"HalfCheetah-v5": "num_envs", "Hopper-v5": "num_envs_hopper"}
+PAGE = ROOT / "benchmark/NUM_ENVS.md"
 
 
 @dataclass(kw_only=True)
@@ -323,6 +323,7 @@ def numbers_of(curve) -> dict[str, float]:
         "cosine": mean["policy_cosine"],
         "trace": mean["policy_trace"],
         "dot": mean["policy_halves_dot"],
+        "dot_error": np.std([g["policy_halves_dot"] for g in gradients], ddof=1) / math.sqrt(len(gradients)),
         "curve_noise": math.sqrt(max(0, noise_of_curve(curve.returns) ** 2 - of_playing)),
         "at_samples": reached(curve.steps, 1_000_000),
         "at_seconds": np.interp(SECONDS, curve.seconds, curve.returns),  # of the end if that was sooner
@@ -343,9 +344,10 @@ PANELS = {
 
 
 def noise_scale_of(numbers) -> str:
-    """Of the policy's gradient, in rows, from the sums over runs; "" where noise hides it."""
-    trace, dot = sum(x["trace"] for x in numbers), sum(x["dot"] for x in numbers)
-    return f"{trace / dot:,.0f}" if dot > 0 else ""
+    """Of the policy's gradient, in rows, from means over runs; "" where |G|^2 is within 3 errors of 0."""
+    trace, dot = (np.mean([x[name] for x in numbers]) for name in ("trace", "dot"))
+    error = math.sqrt(sum(x["dot_error"] ** 2 for x in numbers)) / len(numbers)
+    return f"{float(f'{trace / dot:.2g}'):,.0f}" if dot > 3 * error else ""
 
 
 def means_by_number(numbers, regime, name) -> tuple[list[int], list[float]]:
@@ -406,20 +408,37 @@ def table(numbers) -> str:
     return "\n".join(lines)
 
 
+def with_tables(page, numbers_by_env) -> str:
+    """The page with current tables between their marks."""
+    for env_id, numbers in numbers_by_env.items():
+        begin, end = (
+            f"<!-- {env_id}: made by python benchmark/num_envs.py --only-figure -->\n",
+            "\n<!-- end -->",
+        )
+        if begin in page:
+            head, rest = page.split(begin)
+            page = f"{head}{begin}\n{table(numbers)}\n{end}{rest.split(end, 1)[1]}"
+    return page
+
+
+def load_numbers(results) -> dict[str, list[dict]]:
+    """Environment -> numbers_of() each run that `results` have."""
+    from benchmark import plot
+
+    curves = plot.load("num_envs", results)
+    return {e: [numbers_of(c) for c in curves if c.env == e] for e in dict.fromkeys(c.env for c in curves)}
+
+
 def main(args) -> int:
     """Exit status: 0 if all runs are finished."""
     status = 0
     if not args.only_figure:
         runs = all_runs(args)
         status = run_all(runs, args, "num_envs", "python benchmark/num_envs.py", work_on, returns_of)
-    from benchmark import plot
-
-    curves = plot.load("num_envs", args.results)
-    for env_id, name in FIGURES.items():
-        numbers = [numbers_of(curve) for curve in curves if curve.env == env_id]
-        if numbers:
-            draw(env_id, name, numbers)
-            print(f"{env_id}\n{table(numbers)}")
+    numbers_by_env = load_numbers(args.results)
+    for env_id, numbers in numbers_by_env.items():
+        draw(env_id, f"num_envs_{env_id}", numbers)
+    PAGE.write_text(with_tables(PAGE.read_text(), numbers_by_env))
     return status
 
 

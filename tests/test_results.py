@@ -20,6 +20,13 @@ def test_results_of_the_readme_are_current():
     assert plot.with_tables(readme) == readme
 
 
+def test_tables_of_the_study_are_current():
+    """If this fails: python benchmark/num_envs.py --only-figure."""
+    page = num_envs.PAGE.read_text()
+    assert "| a | 4 | 16 |" in page
+    assert num_envs.with_tables(page, num_envs.load_numbers(plot.RESULTS)) == page
+
+
 def test_results_are_within_what_is_published():
     """Inside the published mean minus one standard deviation, or above."""
     known = plot.published()
@@ -110,8 +117,9 @@ def test_numbers_of_a_run():
     assert numbers["curve_noise"] == pytest.approx(40, rel=0.1)
     assert np.isnan(numbers["at_samples"])
     assert numbers["at_seconds"] == numbers["last"]
+    assert numbers["dot_error"] == pytest.approx(1.5)
     assert num_envs.noise_scale_of([numbers, numbers | {"dot": 10.25}]) == "6"
-    assert num_envs.noise_scale_of([numbers]) == ""
+    assert num_envs.noise_scale_of([numbers, numbers | {"dot": 4.25}]) == ""
 
 
 def test_noise_of_a_curve():
@@ -209,8 +217,7 @@ def test_figures_are_drawn(monkeypatch, tmp_path):
     """From the results that are there."""
     monkeypatch.setattr(plot, "FIGURES", tmp_path)
     plot.draw_curves("classic", "title")
-    numbers = [num_envs.numbers_of(c) for c in plot.load("num_envs") if c.env == "HalfCheetah-v5"]
-    num_envs.draw("HalfCheetah-v5", "num_envs", numbers)
+    num_envs.draw("HalfCheetah-v5", "num_envs", num_envs.load_numbers(plot.RESULTS)["HalfCheetah-v5"])
     for name in ("classic", "num_envs"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         assert os.path.getsize(tmp_path / f"{name}.svg") > 10_000
