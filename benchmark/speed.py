@@ -110,9 +110,9 @@ def measure_products(script, flags, iterations, threads):
         if wants_gradient:
             products.append(lambda: gradient @ weight)
 
-    def spy(agent, minibatch, *rest):
+    def spy(agent, *inputs):
         hooks = [layer.register_forward_hook(note) for layer in agent.modules() if not products]
-        result = script.ppo_loss(agent, minibatch, *rest)
+        result = script.ppo_gradient(agent, *inputs)
         for hook in hooks:
             hook.remove()
         return result

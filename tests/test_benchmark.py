@@ -14,6 +14,8 @@ import pytest
 import torch
 from helpers import ROOT
 
+from benchmark import speed
+
 PLAN = """
 [[runs]]
 script = "ppo"
@@ -152,3 +154,12 @@ def test_an_interrupted_run_goes_on(how):
     assert seconds == sorted(seconds)
     assert 0 < seconds[-1] < 120
     assert steps[-1] > 28_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["script", "products", "environments"])
+def test_measurements_of_speed(who):
+    """One of each kind, in a process as speed.py starts it."""
+    result = speed.measure("cartpole", who, 1, 2)
+    assert 100 < result["sps"] < 1e8
+    assert 0.1 < result["memory"] < 2
