@@ -380,7 +380,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
     except Exception as error:
         if video_folder:  # a missing renderer may raise anything
             raise BadInput(f"--capture-video: cannot film {args.env_id}: {error}") from error
-        if isinstance(error, gym.error.Error | ImportError):
+        if isinstance(error, gym.error.Error | ImportError) or args.env_id.startswith(":"):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
         if isinstance(error, TypeError | ValueError | OSError | ArithmeticError) and parse_env_kwargs(args):
             raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.scripts("ppo", "ppo_continuous_action", "ppo_atari_lstm")
+@pytest.mark.scripts("ppo_continuous_action", "ppo_atari_lstm")
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 def test_compiled_updates_agree_with_eager_ones(script):
     """5 updates of the same rollout with the same permutations: losses within 1e-3, one compilation, ratio 1."""

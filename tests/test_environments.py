@@ -145,7 +145,9 @@ def test_env_kwargs_that_the_environment_cannot_use(script, kwargs):
         script.train(script.Args(env_kwargs=kwargs))
 
 
-@pytest.mark.parametrize("env_id", ["NoSuchEnv-v0", "no_such_module:Env-v0", "CartPole-v99", "not an id"])
+@pytest.mark.parametrize(
+    "env_id", ["NoSuchEnv-v0", "no_such_module:Env-v0", "CartPole-v99", "not an id", ":"]
+)
 def test_unknown_ids(script, env_id):
     with pytest.raises(script.BadInput, match=f"--env-id {env_id}"):
         script.train(make_args(script, env_id=env_id))

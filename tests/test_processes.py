@@ -64,7 +64,7 @@ def test_a2_a_run_of_two_processes(script):
     flags = small_flags(script, "Score", iterations=8)
     done = run(script.__file__, *flags, "--eval-episodes", 1, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
-    assert "in each of 2 processes; 4 iterations" in done.stdout
+    assert "in each of 2 processes\n4 iterations" in done.stdout
     log = scalars(only_run())
     steps = [step for step, _ in log["charts/SPS"]]
     assert len(steps) == 4
