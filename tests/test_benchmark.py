@@ -72,10 +72,9 @@ def learned(run) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--workers", 2], ["--cluster", "local"]], ids=["here", "submitit"])
-def test_a_plan(flags):
+def test_a_plan_through_submitit():
     """All runs leave their returns; once finished, nothing is run again."""
-    done = run_plan(PLAN, *flags)
+    done = run_plan(PLAN, "--cluster", "local")
     assert done.returncode == 0, done.stderr
     assert "3 of 3 runs are finished" in done.stdout
     assert {(r["script"], r["name"], r["seed"]) for r in rows()} == {
@@ -92,7 +91,7 @@ def test_a_plan(flags):
     assert len(notes["runs"]) == 3
     assert all({"versions", "machine", "finished", "flags"} <= set(note) for note in notes["runs"].values())
     before = sorted(Path("work").rglob("events*"))
-    again = run_plan(PLAN, *flags)
+    again = run_plan(PLAN, "--cluster", "local")
     assert "3 runs, 3 of them finished before" in again.stdout
     assert sorted(Path("work").rglob("events*")) == before
 

@@ -124,7 +124,7 @@ WILD = {"learning_rate", "ent_coef", "vf_coef", "max_grad_norm", "clip_coef"}
 def test_flags(script):
     flags = {f.name: values(script, f) for f in dataclasses.fields(script.Args) if f.name not in LEFT_OUT}
 
-    @cases(60 if images(script) else 120)
+    @cases(40 if images(script) else 100)
     @given(
         st.lists(st.sampled_from(sorted(flags)), min_size=1, max_size=3, unique=True).flatmap(
             lambda names: st.fixed_dictionaries({name: flags[name] for name in names})
@@ -242,7 +242,7 @@ def test_spaces(script):
     ]
     seen = {"trained": 0, "refused": 0}
 
-    @cases(60 if images(script) else 120)
+    @cases(40 if images(script) else 100)
     @given(frames() | any_space() if images(script) else any_space(), usual | any_space())
     def check(observations, actions):
         gym.register(
