@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from helpers import DISTINCT, IMAGE, MULTI, VECTOR, continuous, make_args, multi, only_run, run
+from helpers import IMAGE, MULTI, VECTOR, continuous, make_args, multi, only_run, run
 
 BAD = [
     ({"num_envs": 0}, "--num-envs"),
@@ -83,7 +83,7 @@ def test_samples_per_env(script):
         script.Args(samples_per_env=0)
 
 
-@pytest.mark.scripts(*DISTINCT)
+@pytest.mark.scripts("ppo", "ppo_atari_lstm")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
