@@ -749,7 +749,7 @@ def load_agent(path) -> Agent:
 
 # ---- 10. Training: train() ----
 def keep_freed_memory():
-    """Has glibc keep it: getting the memory of images back, page by page, takes a seventh of an update."""
+    """Has glibc keep it: getting the memory of images back, page by page, slows training by 6%."""
     libc = ctypes.CDLL(None) if os.name == "posix" else None
     if hasattr(libc, "mallopt"):
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: hands nothing back
