@@ -173,16 +173,16 @@ def table_of_results() -> str:
     known = published()
     for plan in ("classic", "mujoco", "many", "microrts"):
         curves = load(plan)
-        for script, env in dict.fromkeys((c.script, c.env) for c in curves):
-            chosen = [c for c in curves if (c.script, c.env) == (script, env)]
-            theirs = known.get((script, env), {})
+        for script, env, name in dict.fromkeys((c.script, c.env, c.name) for c in curves):
+            chosen = [c for c in curves if (c.script, c.env, c.name) == (script, env, name)]
+            theirs = {} if name else known.get((script, env), {})
             texts = [f"{mean:,.1f} ± {std:,.1f} ({who})" for who, (mean, std) in theirs.items()]
             minutes = [c.notes["seconds"] / 60 for c in chosen]
             span = f"{min(minutes):.1f} to {max(minutes):.1f}" if len(chosen) > 1 else f"{minutes[0]:.1f}"
             flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in chosen[0].notes["flags"].items()
                              if k not in ("env_id", "seed", "total_timesteps"))  # fmt: skip
             rows = [
-                f"`{' '.join(filter(None, [f'{script}.py', flags]))}`",
+                ", ".join(filter(None, [f"`{' '.join(filter(None, [f'{script}.py', flags]))}`", name])),
                 env,
                 spread([c.notes["episodic_return"] for c in chosen]),
                 ", ".join(texts),
