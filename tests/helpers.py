@@ -1,6 +1,9 @@
 """What several test files need: arguments, rollouts and agents in small, and scripts as processes."""
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +202,20 @@ def run(script_path, *flags, launcher=(), timeout=120, **changes) -> subprocess.
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment(**changes), check=False
     )
+
+
+def run_here(script, *flags) -> SimpleNamespace:
+    """run() in this process, which need not import everything again; for what ends in an exit status."""
+    stdout, stderr, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = [script.__file__, *map(str, flags)]
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            runpy.run_path(script.__file__, run_name="__main__")
+    except SystemExit as end:
+        return SimpleNamespace(returncode=end.code, stdout=stdout.getvalue(), stderr=stderr.getvalue())
+    finally:
+        sys.argv = argv
+    raise AssertionError("the script did not exit")
 
 
 def small_flags(script, env="Const", iterations=5) -> list[str]:

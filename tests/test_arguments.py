@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from helpers import IMAGE, MULTI, VECTOR, continuous, make_args, multi, only_run, run
+from helpers import IMAGE, MULTI, VECTOR, continuous, make_args, multi, only_run, run_here, small_flags
 
 BAD = [
     ({"num_envs": 0}, "--num-envs"),
@@ -83,7 +83,6 @@ def test_samples_per_env(script):
         script.Args(samples_per_env=0)
 
 
-@pytest.mark.scripts("ppo", "ppo_atari_lstm")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -96,15 +95,16 @@ def test_samples_per_env(script):
     ],
 )
 def test_bad_flags_exit_with_status_2(script, flags, words, tmp_path):
-    done = run(script.__file__, *flags)
+    done = run_here(script, *flags)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_states_each_flag(script):
-    done = run(script.__file__, "--help", COLUMNS="200")
+def test_help_states_each_flag(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run_here(script, "--help")
     assert done.returncode == 0
     for name in vars(script.Args()):
         if name != "given":
@@ -221,12 +221,11 @@ def test_capture_video_plays_at_least_one_episode(script):
 
 def test_the_plan_is_printed(script):
     """The arithmetic, from environments to iterations."""
-    args = make_args(script)
-    done = run(
-        script.__file__,
-        *("--env-id", args.env_id, "--num-envs", 4, "--num-steps", 12, "--num-minibatches", 4),
-        *("--update-epochs", 2, "--total-timesteps", 100),
+    done = run_here(
+        script,
+        *(*small_flags(script), "--num-steps", 12, "--num-minibatches", 4, "--total-timesteps", 100),
     )
+    assert done.returncode == 0
     memory = {"ppo_atari": "1.5", "ppo_atari_lstm": "0.4"}.get(script.__name__, "0.0")
     plan = f"4 envs x 12 steps = 48 rows per iteration (observations: {memory} MB); 2 epochs x 4 minibatches of 12 = 8 gradients"
     assert plan in done.stdout

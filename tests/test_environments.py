@@ -18,6 +18,7 @@ from helpers import (
     other_actions,
     rollout,
     run,
+    run_here,
     small_flags,
 )
 from probe_envs import OBSERVATIONS
@@ -378,7 +379,7 @@ def test_mujoco_stays_quiet_and_leaves_no_file(script, tmp_path):
 def test_bad_spaces_exit_with_status_2(script):
     """On the command line, too: one sentence on stderr, no traceback, no folder."""
     env_id = "probe_envs:Observe_sequence-v0"
-    done = run(script.__file__, *small_flags(script), "--env-id", env_id)
+    done = run_here(script, *small_flags(script), "--env-id", env_id)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert f"--env-id {env_id}" in done.stderr
