@@ -64,7 +64,7 @@ from tqdm import tqdm
 
 # ---- 2. Arguments: Args ----
 class BadInput(ValueError):
-    """A flag or a space that cannot be served, in one line; on the command line, exit status 2."""
+    """A flag or a space that cannot be served, in one sentence; on the command line, exit status 2."""
 
     def __init__(self, sentence):
         super().__init__(" ".join(sentence.split()))
@@ -196,13 +196,13 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         super().__init__(envs)
         if (mode := envs.metadata.get("autoreset_mode")) != gym.vector.AutoresetMode.NEXT_STEP:
             raise BadInput(f"--env-id: the vector environment resets by {mode}, only NEXT_STEP is served")
-        games = isinstance(envs.unwrapped, ale_py.AtariVectorEnv)
-        names = [action.name for action in envs.unwrapped.ale.get_action_set()] if games else []
+        self.games = isinstance(envs.unwrapped, ale_py.AtariVectorEnv)
+        names = [action.name for action in envs.unwrapped.ale.get_action_set()] if self.games else []
         self.fire = names.index("FIRE") if "FIRE" in names else None
 
     def reset(self, *, seed=None, options=None):
         self.obs, infos = self.env.reset(seed=seed, options=options)
-        self.lives = infos.get("lives", np.zeros(self.num_envs, int))
+        self.lives = infos["lives"] if self.games else np.zeros(self.num_envs, int)
         self.forced, self.fillers = np.zeros((2, self.num_envs), bool)
         self.returns, self.lengths = np.zeros((2, self.num_envs))  # of the current games
         self.ended = []
@@ -215,7 +215,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns += rewards
         self.lengths += 1
-        over, lives = terminations | truncations, infos.get("lives", self.lives)
+        over, lives = terminations | truncations, infos["lives"] if self.games else self.lives
         # [D16] EpisodicLifeEnv: a lost life terminates the episode that is learned from, while the game goes
         # on and frames stay in the stack. Some games show 0 lives for a while before they end; then the end
         # counts.
@@ -372,7 +372,8 @@ def make_envs(args, num_envs, seed, video_folder=None):
             raise BadInput(f"--capture-video: cannot film {args.env_id}: {error}") from error
         if isinstance(error, gym.error.Error | ImportError) or args.env_id.startswith(":"):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
-        if isinstance(error, TypeError | ValueError | OSError | ArithmeticError) and parse_env_kwargs(args):
+        of_arguments = TypeError | ValueError | OSError | ArithmeticError | AssertionError
+        if isinstance(error, of_arguments) and parse_env_kwargs(args):
             raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
         raise
     return envs

@@ -64,7 +64,7 @@ from tqdm import tqdm
 
 # ---- 2. Arguments: Args ----
 class BadInput(ValueError):
-    """A flag or a space that cannot be served, in one line; on the command line, exit status 2."""
+    """A flag or a space that cannot be served, in one sentence; on the command line, exit status 2."""
 
     def __init__(self, sentence):
         super().__init__(" ".join(sentence.split()))
@@ -89,7 +89,7 @@ class Args:
     num_minibatches: int | None = None
     """parts of the batch, one gradient step each; default 32"""
     samples_per_env: int | None = None
-    """instead of --num-minibatches: steps of each environment in a minibatch, of N times as many rows"""
+    """instead of --num-minibatches: steps per environment in a minibatch, on average; M is N times that"""
     update_epochs: int | None = None
     """passes over each batch; default 10, or 5 if g exceeds 1"""
     learning_rate: float | None = None
@@ -109,7 +109,7 @@ class Args:
     backend: Literal["auto", "gymnasium", "envpool", "mujoco"] = "auto"
     """auto: mujoco for HalfCheetah-, Hopper-, Swimmer- and Walker2d-v5, all N in one call; envpool for other
     ids that it knows if N is at least 8 and there are no --env-kwargs, and for those that only it knows;
-    else, and with --async-envs, gymnasium"""
+    else, and with --async-envs, gymnasium. Backends differ in details, and some checkpoints fit one only"""
     exp_name: str = Path(__file__).stem
     """name of the experiment, part of the run folder's name"""
     seed: int = 1
@@ -225,9 +225,10 @@ class EpisodeTracker(gym.vector.VectorWrapper):
 
     def step(self, actions):
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        rewards = np.where(self.fillers, 0, rewards)  # some vector environments reward a reset
         self.returns += rewards
         self.lengths += 1
-        self.fillers = terminations | truncations
+        self.fillers = np.logical_or(terminations, truncations)
         if self.fillers.any():
             self.ended.append(np.stack([self.returns, self.lengths], axis=1)[self.fillers])
             self.returns[self.fillers], self.lengths[self.fillers] = 0, -1  # the filler is no step of theirs
@@ -313,7 +314,7 @@ class PlanarMujoco(gym.vector.VectorEnv):
         if hasattr(one, "_healthy_reward"):
             healthy = self.healthy()
             rewards += one._healthy_reward * healthy
-            terminations = ~healthy & one._terminate_when_unhealthy
+            terminations = ~healthy & bool(one._terminate_when_unhealthy)
         truncations = self.steps >= self.max_steps
         if (fillers := self.over).any():
             self.states[fillers] = self.first_states(fillers.sum())
@@ -372,7 +373,7 @@ def choose_backend(args) -> str:
 
 @contextlib.contextmanager
 def quiet_mujoco():
-    """Silences the warnings that MuJoCo 4 gives of gymnasium's models, on stderr and in MUJOCO_LOG.TXT."""
+    """Silences what MuJoCo 4 says of gymnasium's models, on stderr and in a file, here and in forks."""
     previous = mujoco.get_mju_user_warning()
     mujoco.set_mju_user_warning(lambda text: None)
     try:
@@ -389,6 +390,8 @@ class Pool(gym.vector.VectorObservationWrapper):
         with warnings.catch_warnings(action="ignore"):  # of gymnasium, on the precision of envpool's bounds
             space, actions = pool.single_observation_space, pool.single_action_space
         self.keys = list(space) if isinstance(space, gym.spaces.Dict) else []
+        if not all(isinstance(space[key], gym.spaces.Box) for key in self.keys):
+            raise BadInput(f"--backend envpool: observations have parts other than Box: {space}")
         self.single_observation_space = gym.spaces.flatten_space(space) if self.keys else space
         # A pool states both spaces for one environment only.
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
@@ -460,7 +463,8 @@ def make_envs(args, num_envs, seed, video_folder=None):
             raise BadInput(f"--capture-video: cannot film {args.env_id} ({hint}): {error}") from error
         if isinstance(error, gym.error.Error | ImportError) or args.env_id.startswith(":"):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
-        if isinstance(error, TypeError | ValueError | OSError | ArithmeticError) and parse_env_kwargs(args):
+        of_arguments = TypeError | ValueError | OSError | ArithmeticError | AssertionError
+        if isinstance(error, of_arguments) and parse_env_kwargs(args):
             raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
         raise
     return envs

@@ -64,7 +64,7 @@ from tqdm import tqdm
 
 # ---- 2. Arguments: Args ----
 class BadInput(ValueError):
-    """A flag or a space that cannot be served, in one line; on the command line, exit status 2."""
+    """A flag or a space that cannot be served, in one sentence; on the command line, exit status 2."""
 
     def __init__(self, sentence):
         super().__init__(" ".join(sentence.split()))
@@ -208,9 +208,10 @@ class EpisodeTracker(gym.vector.VectorWrapper):
 
     def step(self, actions):
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        rewards = np.where(self.fillers, 0, rewards)  # some vector environments reward a reset
         self.returns += rewards
         self.lengths += 1
-        self.fillers = terminations | truncations
+        self.fillers = np.logical_or(terminations, truncations)
         if self.fillers.any():
             self.ended.append(np.stack([self.returns, self.lengths], axis=1)[self.fillers])
             self.returns[self.fillers], self.lengths[self.fillers] = 0, -1  # the filler is no step of theirs
@@ -443,7 +444,8 @@ def make_envs(args, num_envs, seed, video_folder=None):
             raise BadInput(f"--capture-video: cannot film {args.env_id}: {error}") from error
         if isinstance(error, gym.error.Error | ImportError) or args.env_id.startswith(":"):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
-        if isinstance(error, TypeError | ValueError | OSError | ArithmeticError) and parse_env_kwargs(args):
+        of_arguments = TypeError | ValueError | OSError | ArithmeticError | AssertionError
+        if isinstance(error, of_arguments) and parse_env_kwargs(args):
             raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
         raise
     return envs

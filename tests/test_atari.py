@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import cv2
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -292,6 +293,26 @@ def test_frames_of_gymnasium(script):
     envs = script.make_envs(args, 2, 1)
     assert envs.obs.shape == (2, 1 if recurrent(script) else 4, 84, 84)
     assert envs.obs.std() > 0
+
+
+class Lives(gym.Wrapper):
+    """Tells what may mean anything in an environment that is no game of ale-py's."""
+
+    def step(self, action):
+        self.left = getattr(self, "left", 9) - 1
+        return *self.env.step(action)[:4], {"lives": self.left}
+
+
+def test_lives_of_other_environments_end_nothing(script):
+    make = lambda: Lives(gym.make("probe_envs:Observe_frames-v0"))  # noqa: E731
+    gym.register("Lives-v0", entry_point=make)
+    try:
+        _, envs, _, _ = build(script, env_id="Lives-v0", num_envs=4)
+        ends = np.array([envs.step(np.zeros(4, int))[2:4] for _ in range(9)])  # (9, 2, environments)
+    finally:
+        del gym.registry["Lives-v0"]
+    assert not ends[:, 0].any()
+    assert ends[:, 1].any()  # by its time limit
 
 
 @ONE

@@ -16,6 +16,7 @@ from helpers import (
     images,
     make_args,
     other_actions,
+    probe,
     rollout,
     run,
     run_here,
@@ -176,6 +177,33 @@ class SameStep(gym.vector.SyncVectorEnv):
         super().__init__([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
 
+class Odd(gym.vector.SyncVectorEnv):
+    """Rewards resets, and says 1 for True."""
+
+    def __init__(self, num_envs, env_id):
+        super().__init__([lambda: gym.make(env_id)] * num_envs)
+
+    def step(self, actions):
+        resets = self._autoreset_envs.copy()
+        obs, rewards, terminations, truncations, infos = super().step(actions)
+        return obs, rewards + 7 * resets, terminations.astype(int), truncations.astype(int), infos
+
+
+@pytest.mark.scripts(*VECTOR, *MULTI)
+def test_rewards_of_resets_count_for_nothing(script):
+    """Some tasks of envpool have them."""
+    env_id = probe(script, "Score")
+    gym.register("Odd-v0", vector_entry_point=Odd, kwargs={"env_id": env_id})
+    try:
+        args, envs, agent, _ = build(script, env_id="Odd-v0", num_envs=3, num_steps=40, num_minibatches=1)
+        batch = rollout(script, agent, envs, args)
+    finally:
+        del gym.registry["Odd-v0"]
+    assert set(batch.valid.unique().tolist()) == {0, 1}
+    assert not batch.rewards[batch.valid == 0].any()
+    assert set(envs.pop_episodes()[:, 0]) == {1000.0}
+
+
 @pytest.mark.scripts("ppo", "ppo_shared")
 def test_other_autoreset_modes_are_refused(script):
     if "SameStep-v0" not in gym.registry:
@@ -226,6 +254,13 @@ def test_cartpole_uses_the_vector_environment_of_gymnasium(script):
 
 
 @pytest.mark.scripts("ppo_continuous_action")
+@pytest.mark.parametrize("env_id", ["FrankaKitchen-v1", "SearchAndRescue-v0"])
+def test_parts_that_envpool_does_not_flatten(script, env_id):
+    with pytest.raises(script.BadInput, match="--backend envpool: observations have parts other than Box"):
+        script.make_envs(script.Args(env_id=env_id, backend="envpool"), 1, 1)
+
+
+@pytest.mark.scripts("ppo_continuous_action")
 def test_backends(script):
     """auto: mujoco where it can; else envpool from 8 environments on, if it knows the id and gets no arguments."""
     cases = [
@@ -252,7 +287,11 @@ KWARGS = {
     "HalfCheetah-v5": {},
     "Hopper-v5": {"healthy_reward": 2.5, "exclude_current_positions_from_observation": False},
     "Swimmer-v5": {"ctrl_cost_weight": 0.3, "frame_skip": 2},
-    "Walker2d-v5": {"healthy_z_range": [1.1, 1.3], "forward_reward_weight": 0.5},
+    "Walker2d-v5": {
+        "healthy_z_range": [1.1, 1.3],
+        "forward_reward_weight": 0.5,
+        "terminate_when_unhealthy": 1,
+    },
 }
 
 
