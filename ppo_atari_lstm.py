@@ -329,7 +329,7 @@ def adapt(env, args, film):
     if isinstance(env.unwrapped, ale_py.AtariEnv):
         raise BadInput(f"--env-id {args.env_id}: write games as Pong, ALE/Pong-v5 or PongNoFrameskip-v4")
     space = env.observation_space
-    if space.dtype != np.uint8 or len(space.shape) != 3 or space.shape[2] != 3:
+    if len(space.shape or ()) != 3 or space != gym.spaces.Box(0, 255, (*space.shape[:2], 3), np.uint8):
         raise BadInput(f"--env-id {args.env_id}: observations must be uint8 frames (H, W, 3), not {space}")
     if film:
         env = gym.wrappers.RecordVideo(env, **film)

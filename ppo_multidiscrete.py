@@ -228,9 +228,10 @@ def check_spaces(env_id, envs):
     observations, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(actions, gym.spaces.MultiDiscrete | gym.spaces.Discrete):
         raise BadInput(f"--env-id {env_id}: actions must be MultiDiscrete or Discrete, not {actions}")
-    frames = observations.dtype == np.uint8 and len(observations.shape) == 3 and observations.high.max() > 1
+    pixels = isinstance(observations, gym.spaces.Box) and observations.dtype == np.uint8
+    frames = pixels and len(observations.shape) == 3 and observations.high.max() > 1
     if frames or len(observations.shape or ()) > 3:
-        hint = "; for uint8 frames there is ppo_atari.py" if frames else ""
+        hint = "; uint8 is taken for frames, see ppo_atari.py: declare a grid as float32" if frames else ""
         raise BadInput(
             f"--env-id {env_id}: observations must be vectors or (H, W, C) grids: {observations}{hint}"
         )
@@ -337,11 +338,13 @@ class MicroRTS(gym.vector.VectorEnv):
         """weights: of REWARDS, each paid in each of the 10 ticks of a step; time_limit: in steps."""
         self.jpype, folder = start_java(args)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_fps": 10}
-        self.num_envs, self.time_limit = num_envs, time_limit
+        self.num_envs, self.time_limit = num_envs, int(time_limit)
         self.weights = np.broadcast_to(np.array(weights, float), len(REWARDS.split()))
         java = self.jpype.JClass  # by name
         kinds = [java(f"ai.rewardfunction.{name}RewardFunction")() for name in REWARDS.split()]
         rewards = self.jpype.JArray(java("ai.rewardfunction.RewardFunctionInterface"))(kinds)
+        if not Path(folder, f"maps/{map_name}.xml").is_file():
+            raise ValueError(f"there is no map {map_name}")
         client, enemy = java("tests.JNIClient"), java(f"ai.{opponent}")
         path, kinds_of_units = f"maps/{map_name}.xml", java("rts.units.UnitTypeTable")
         self.clients = [client(rewards, folder, path, enemy(), kinds_of_units()) for _ in range(num_envs)]

@@ -226,8 +226,11 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         shape = (self.num_envs, gym.spaces.flatdim(self.single_action_space))
         # Those whose episode ended may have none: the action of the coming filler is ignored.
         masks = np.asarray(infos.get("action_mask", np.zeros(shape if self.fillers.all() else 0)))
+        if masks.dtype == object:  # lists, or tuples of arrays, one for each component, as sample() has them
+            masks = [np.zeros(shape[1]) if mask is None else np.hstack(mask) for mask in masks]
+            masks = np.stack(masks) if {len(mask) for mask in masks} == {shape[1]} else np.zeros(0)
         if masks.shape != shape or not np.all(infos.get("_action_mask", True) | self.fillers):
-            wanted = f"infos must hold an action_mask of {shape[1]} flags for each environment"
+            wanted = f"infos must hold an action_mask for each environment, {shape[1]} flags in one row"
             raise BadInput(f"--env-id: {wanted}; ppo_multidiscrete.py needs none")
         return masks.astype(bool)
 
@@ -242,9 +245,10 @@ def check_spaces(env_id, envs):
     observations, actions = envs.single_observation_space, envs.single_action_space
     if not isinstance(actions, gym.spaces.MultiDiscrete | gym.spaces.Discrete):
         raise BadInput(f"--env-id {env_id}: actions must be MultiDiscrete or Discrete, not {actions}")
-    frames = observations.dtype == np.uint8 and len(observations.shape) == 3 and observations.high.max() > 1
+    pixels = isinstance(observations, gym.spaces.Box) and observations.dtype == np.uint8
+    frames = pixels and len(observations.shape) == 3 and observations.high.max() > 1
     if frames or len(observations.shape or ()) > 3:
-        hint = "; for uint8 frames there is ppo_atari.py" if frames else ""
+        hint = "; uint8 is taken for frames, see ppo_atari.py: declare a grid as float32" if frames else ""
         raise BadInput(
             f"--env-id {env_id}: observations must be vectors or (H, W, C) grids: {observations}{hint}"
         )
@@ -351,11 +355,13 @@ class MicroRTS(gym.vector.VectorEnv):
         """weights: of REWARDS, each paid in each of the 10 ticks of a step; time_limit: in steps."""
         self.jpype, folder = start_java(args)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_fps": 10}
-        self.num_envs, self.time_limit = num_envs, time_limit
+        self.num_envs, self.time_limit = num_envs, int(time_limit)
         self.weights = np.broadcast_to(np.array(weights, float), len(REWARDS.split()))
         java = self.jpype.JClass  # by name
         kinds = [java(f"ai.rewardfunction.{name}RewardFunction")() for name in REWARDS.split()]
         rewards = self.jpype.JArray(java("ai.rewardfunction.RewardFunctionInterface"))(kinds)
+        if not Path(folder, f"maps/{map_name}.xml").is_file():
+            raise ValueError(f"there is no map {map_name}")
         client, enemy = java("tests.JNIClient"), java(f"ai.{opponent}")
         path, kinds_of_units = f"maps/{map_name}.xml", java("rts.units.UnitTypeTable")
         self.clients = [client(rewards, folder, path, enemy(), kinds_of_units()) for _ in range(num_envs)]
@@ -512,6 +518,7 @@ class Agent(nn.Module):
         self.action_shape, self.action_dtype = (self.nvec.size,), torch.int64
         # What this method reads of `envs`, as plain values: load_agent() has no environments.
         choices = {"nvec": self.nvec.tolist(), "start": self.start.tolist(), "dtype": self.space_dtype.name}
+        choices["masks"] = True  # a script without must not go on with this agent
         self.spaces = {"single_observation_space": {"shape": shape}, "single_action_space": choices}
         # [D13] Shared and separate MLP networks: two designs. Separate networks keep policy and value from
         # disturbing each other; a shared one, called trunk, lets each use what the other has learned.

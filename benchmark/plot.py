@@ -10,6 +10,7 @@ highest.
 import re
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,10 @@ RESULTS, FIGURES = ROOT / "benchmark/results", ROOT / "benchmark/figures"
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 
 TITLES = {
-    "classic": "Classic control: 4 environments, defaults, 3 seeds",
-    "mujoco": "MuJoCo: 1 environment, defaults, 3 seeds",
-    "many": "4,096 environments, defaults, 1 seed",
-    "microrts": "microRTS: 8 environments, 3 seeds",
+    "classic": "Classic control: 4 environments, defaults",
+    "mujoco": "MuJoCo: 1 environment, defaults",
+    "many": "4,096 environments, defaults",
+    "microrts": "microRTS: 8 environments",
 }
 
 
@@ -127,7 +128,9 @@ def draw_curves(plan, title):
     grid[1, 0].set_ylabel("return")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    figure.suptitle(title, fontsize=10)
+    counts = Counter((c.script, c.env, c.name) for c in curves).values()
+    seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
+    figure.suptitle(f"{title}, {seeds} seed{'s' if max(counts) > 1 else ''}", fontsize=10)
     save(figure, plan)
 
 

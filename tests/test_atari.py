@@ -316,6 +316,16 @@ def test_lives_of_other_environments_end_nothing(script):
 
 
 @ONE
+def test_bytes_that_are_no_frames(script):
+    """Their range is not that of colors."""
+    env = gym.wrappers.TransformObservation(
+        gym.make("probe_envs:Observe_frames-v0"), lambda x: x, gym.spaces.Box(0, 10, (9, 9, 3), np.uint8)
+    )
+    with pytest.raises(script.BadInput, match="observations must be uint8 frames"):
+        script.adapt(env, make_args(script), None)
+
+
+@ONE
 @pytest.mark.parametrize("kind", ["vector", "gray", "image", "dict", "text", "graph"])
 def test_observations_that_are_no_frames(script, kind):
     with pytest.raises(script.BadInput, match="observations must be uint8 frames"):

@@ -76,7 +76,7 @@ CEILINGS = {
     "ppo_atari": 450,
     "ppo_atari_lstm": 485,
     "ppo_multidiscrete": 470,
-    "ppo_multidiscrete_mask": 475,
+    "ppo_multidiscrete_mask": 476,
 }
 
 

@@ -1,11 +1,13 @@
 """Several discrete components, masks, and microRTS."""
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -196,10 +198,77 @@ def test_a4_taxi_has_masks_of_its_own(script):
     assert script.train(args)["global_step"] > 900
 
 
+class Layout(gym.Wrapper):
+    """Masks as lists, or as tuples of one array for each component; none after an episode's end."""
+
+    def __init__(self, env, layout):
+        super().__init__(env)
+        self.layout = layout
+
+    def laid_out(self, info):
+        mask = info["action_mask"]
+        if self.layout == "short":
+            return {"action_mask": mask[:-1].tolist()}
+        return {"action_mask": mask.tolist() if self.layout == "list" else (mask[:3], mask[3:])}
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return obs, self.laid_out(info)
+
+    def step(self, action):
+        *row, info = self.env.step(action)
+        return *row, self.laid_out(info) if not (row[2] or row[3]) else {}
+
+
+@MASK
+@pytest.mark.parametrize("layout", ["list", "tuple", "short"])
+def test_a4_layouts_of_masks(script, layout):
+    """The environment fails at a masked choice."""
+    make = lambda: Layout(gym.make("probe_envs:Mask-v0"), layout)  # noqa: E731
+    gym.register("Layout-v0", entry_point=make)
+    try:
+        if layout == "short":
+            with pytest.raises(script.BadInput, match=r"infos must hold an action_mask for each .* 7 flags"):
+                script.train(make_args(script, env_id="Layout-v0"))
+        else:
+            script.train(make_args(script, env_id="Layout-v0"))
+    finally:
+        del gym.registry["Layout-v0"]
+
+
+@MASK
+def test_a4_agents_with_masks_are_refused_without(script):
+    import ppo_multidiscrete as other
+
+    checkpoint = script.train(make_args(script))["checkpoint"]
+    with pytest.raises(other.BadInput, match="is of another script"):
+        other.train(other.Args(resume=checkpoint, total_timesteps=10_000))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.MultiDiscrete(np.full((2, 2, 3), 4), dtype=np.uint8),
+        gym.spaces.Box(0, 10, (2, 2, 3), np.uint8),
+    ],
+    ids=["MultiDiscrete", "Box"],
+)
+def test_grids_of_bytes(script, space):
+    """Of classes, they are served; of numbers, they may be frames."""
+    args = make_args(script)
+    with contextlib.closing(script.make_vec(args, 1)) as envs:
+        envs.single_observation_space = space
+        if isinstance(space, gym.spaces.MultiDiscrete):
+            script.check_spaces("Grid-v0", envs)
+        else:
+            with pytest.raises(script.BadInput, match="declare a grid as float32"):
+                script.check_spaces("Grid-v0", envs)
+
+
 @MASK
 @pytest.mark.parametrize("name", ["probe_envs:ConstMulti-v0", "CartPole-v1"])
 def test_a4_no_mask(script, name):
-    with pytest.raises(script.BadInput, match="infos must hold an action_mask of"):
+    with pytest.raises(script.BadInput, match="infos must hold an action_mask for each"):
         script.train(make_args(script, env_id=name))
 
 
@@ -286,7 +355,13 @@ def test_env_kwargs_of_microrts(script):
     for _ in range(3):
         _, _, _, truncations, _ = envs.step(np.zeros((1, 8), int))
     assert truncations.tolist() == [True]
-    for kwargs in ('{"no_such": 1}', '{"weights": [1, 2]}', '{"opponent": "Nobody"}'):
+    for kwargs in (
+        '{"map_name": "nowhere"}',
+        '{"time_limit": null}',
+        '{"no_such": 1}',
+        '{"weights": [1, 2]}',
+        '{"opponent": "Nobody"}',
+    ):
         with pytest.raises(script.BadInput, match="--env-kwargs"):
             script.make_envs(script.Args(env_id=TASKS[0], num_envs=1, env_kwargs=kwargs), 1, 1)
 
