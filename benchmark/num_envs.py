@@ -328,6 +328,7 @@ def numbers_of(curve) -> dict[str, float]:
         "at_samples": reached(curve.steps, 1_000_000),
         "at_seconds": np.interp(SECONDS, curve.seconds, curve.returns),  # of the end if that was sooner
         "last": curve.returns[-1],
+        "updates": notes["update_epochs"] / notes["minibatch_size"],
         **{name: notes[name] for name in ("steps_per_second", "share_of_environments", "peak_gib")},
         **{name: notes[name] for name in ("minibatch_size", "steps", "seconds", "regime", "num_envs")},
     }
@@ -384,7 +385,15 @@ def draw(env_id, name, numbers):
 
 def table(numbers) -> str:
     """Numbers of all runs of an environment, means over seeds."""
-    heads = ["", "N", "rows of a gradient", "noise scale", "cosine", "noise of the curve"]
+    heads = [
+        "",
+        "N",
+        "rows of a gradient",
+        "gradients a sample",
+        "noise scale",
+        "cosine",
+        "noise of the curve",
+    ]
     heads += ["1M samples", "10 minutes"]
     heads += ["the end", "samples", "seconds", "samples/s", "environments' share", "GiB"]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
@@ -395,7 +404,12 @@ def table(numbers) -> str:
                 continue
             mean = lambda name, chosen=chosen: float(np.mean([x[name] for x in chosen]))  # noqa: E731
             number = lambda x: "" if math.isnan(x) else f"{x:,.0f}"  # noqa: E731
-            cells = [regime, f"{n:,}", f"{chosen[0]['minibatch_size']:,}"]
+            cells = [
+                regime,
+                f"{n:,}",
+                f"{chosen[0]['minibatch_size']:,}",
+                f"{mean('updates'):.3g}",
+            ]
             cells += [noise_scale_of(chosen), f"{mean('cosine'):.2f}"]
             cells += [number(mean(key)) for key in ("curve_noise", "at_samples", "at_seconds", "last")]
             cells += [

@@ -93,6 +93,7 @@ def study_curve(**notes) -> plot.Curve:
         "regime": "a",
         "num_envs": 4,
         "minibatch_size": 16,
+        "update_epochs": 5,
         "steps_per_second": 10,
         "steps": 1,
         "seconds": 1,
@@ -113,6 +114,7 @@ def test_numbers_of_a_run():
     """Means of the gradients' statistics are over measurements; what playing adds to the noise is taken off."""
     numbers = num_envs.numbers_of(study_curve())
     assert numbers["cosine"] == pytest.approx(0.2)
+    assert numbers["updates"] == 5 / 16
     assert (numbers["trace"], numbers["dot"]) == pytest.approx((32.5, -0.25))
     assert numbers["curve_noise"] == pytest.approx(40, rel=0.1)
     assert np.isnan(numbers["at_samples"])
