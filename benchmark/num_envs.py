@@ -33,7 +33,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.run import ROOT, Place, Run, enter, logged, machine, run_all
+from benchmark.run import ROOT, Place, Run, enter, forwarded_sigterm, label_of, logged, machine, run_all
 
 NUMBERS = [1, 4, 16, 64, 256, 1024, 4096]
 SCRIPT = "ppo_continuous_action"
@@ -97,7 +97,7 @@ def all_runs(args, numbers=None) -> list[Run]:
                     if regime == "e" and n < 64:
                         continue
                     name = f"{regime}-{n}"
-                    folder = args.runs.resolve() / "num_envs" / f"{SCRIPT}__{env_id}__{name}__{seed}"
+                    folder = args.runs.resolve() / "num_envs" / label_of(SCRIPT, env_id, name, seed)
                     runs.append(Run(folder, SCRIPT, env_id, seed, name, flags_of(regime, n)))
     return runs
 
@@ -318,7 +318,7 @@ def numbers_of(curve) -> dict[str, float]:
     weights = [g["measured"] for g in gradients]
     mean = {name: np.average([g[name] for g in gradients], weights=weights) for name in gradients[0]}
     reached = lambda x, at: np.interp(at, x, curve.returns) if x[-1] >= 0.98 * at else math.nan  # noqa: E731
-    of_playing = np.mean(np.square(notes["std_of_episodes"])) / EPISODES
+    of_playing = np.mean(np.square(notes["std_of_episodes"])) / (EPISODES - 1)  # they are without ddof
     return {
         "cosine": mean["policy_cosine"],
         "trace": mean["policy_trace"],
@@ -447,8 +447,11 @@ def main(args) -> int:
     """Exit status: 0 if all runs are finished."""
     status = 0
     if not args.only_figure:
-        runs = all_runs(args)
-        status = run_all(runs, args, "num_envs", "python benchmark/num_envs.py", work_on, returns_of)
+        command = " ".join(["python benchmark/num_envs.py", *sys.argv[1:]])
+        with forwarded_sigterm():
+            status = run_all(all_runs(args), args, "num_envs", command, work_on, returns_of)
+    if args.results != Place.results:  # the page shows those of the repository
+        return status
     numbers_by_env = load_numbers(args.results)
     for env_id, numbers in numbers_by_env.items():
         draw(env_id, f"num_envs_{env_id}", numbers)

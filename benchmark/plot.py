@@ -7,7 +7,6 @@ Needs the packages of requirements-dev.txt. Curves: mean of the seeds, and a ban
 highest.
 """
 
-import re
 import sys
 import tomllib
 from collections import Counter
@@ -20,7 +19,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.run import ROOT, read_results
+from benchmark.run import ROOT, label_of, read_results
 
 RESULTS, FIGURES = ROOT / "benchmark/results", ROOT / "benchmark/figures"
 # Okabe and Ito's palette, which the color-blind can tell apart, without its yellow.
@@ -56,7 +55,10 @@ class Curve:
 
 
 def load(plan, results=RESULTS) -> list[Curve]:
-    """The runs of a plan, [] where there are no results."""
+    """The runs of a plan, [] where there are no results.
+
+    Raises ValueError where seeds of one thing were run with different flags: their mean would say nothing.
+    """
     rows, notes = read_results(plan, results)
     curves = {}
     for row in rows:
@@ -65,9 +67,13 @@ def load(plan, results=RESULTS) -> list[Curve]:
     for (script, env, name, seed), points in curves.items():
         names = ("step", "seconds", "return", "length")
         columns = [np.array([float(point[name]) for point in points]) for name in names]
-        env_label = re.sub("[/:]", "-", env)
-        label = "__".join(filter(None, [script, env_label, name.replace(" ", "-"), seed]))
-        made.append(Curve(script, env, name, int(seed), *columns, notes[label]))
+        made.append(Curve(script, env, name, int(seed), *columns, notes[label_of(script, env, name, seed)]))
+    flags = {}
+    for c in made:
+        own = {k: c.notes.get(k) for k in ("flags", "replace")} | {"seed": None}
+        own["flags"] = own["flags"] | {"seed": None}
+        if flags.setdefault((c.script, c.env, c.name), own) != own:
+            raise ValueError(f"{plan}: the seeds of {c.script}, {c.env}, {c.name} have different flags")
     return made
 
 
@@ -118,7 +124,7 @@ def draw_curves(plan, title):
                 chosen = [c for c in curves if (c.script, c.name, c.env) == (script, name, env)]
                 if chosen:
                     draw_band(axes, chosen, x_of, color, " ".join(filter(None, [f"{script}.py", name])))
-            for who, (mean, _) in known.get((scripts[0][0], env), {}).items():
+            for who, (mean, _) in ({} if plan == "many" else known).get((scripts[0][0], env), {}).items():
                 style_of = {"CleanRL": "--", "baselines": ":"}[who]
                 axes.axhline(mean, color="black", linestyle=style_of, linewidth=1, label=f"published, {who}")
             axes.set_xlabel(unit)
@@ -126,8 +132,9 @@ def draw_curves(plan, title):
                 axes.set_title(env, fontsize=9)
     grid[0, 0].set_ylabel("return")
     grid[1, 0].set_ylabel("return")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    panels = [axes.get_legend_handles_labels() for axes in grid.flat]
+    legend = {label: handle for panel in panels for handle, label in zip(*panel, strict=True)}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4)
     counts = Counter((c.script, c.env, c.name) for c in curves).values()
     seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(max(counts))
     figure.suptitle(f"{title}, {seeds} seed{'s' if max(counts) > 1 else ''}", fontsize=10)
@@ -147,7 +154,10 @@ def draw_ablations():
         shares = [
             np.array(values) / np.mean(finals_of_ablations()[""][env]) for env, values in by_env.items()
         ]
-        scores[name or "all details"] = np.stack(shares, axis=1)  # (seeds, tasks)
+        seeds = min(map(len, shares))  # that all tasks have
+        scores[name or "all details"] = np.stack(
+            [share[:seeds] for share in shares], axis=1
+        )  # (seeds, tasks)
     iqm = lambda x: np.array([metrics.aggregate_iqm(x)])  # noqa: E731
     points, intervals = library.get_interval_estimates(scores, iqm, reps=2000)
     figure, axes = plt.subplots(figsize=(7, 0.35 * len(scores) + 1), layout="constrained")
@@ -178,7 +188,7 @@ def table_of_results() -> str:
         curves = load(plan)
         for script, env, name in dict.fromkeys((c.script, c.env, c.name) for c in curves):
             chosen = [c for c in curves if (c.script, c.env, c.name) == (script, env, name)]
-            theirs = {} if name else known.get((script, env), {})
+            theirs = {} if name or plan == "many" else known.get((script, env), {})
             texts = [f"{mean:,.1f} ± {std:,.1f} ({who})" for who, (mean, std) in theirs.items()]
             minutes = [c.notes["seconds"] / 60 for c in chosen]
             span = f"{min(minutes):.1f} to {max(minutes):.1f}" if len(chosen) > 1 else f"{minutes[0]:.1f}"

@@ -19,7 +19,9 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -43,9 +45,9 @@ class Place:
     """Where to run, and where results are."""
 
     workers: int = 1
-    """runs at a time on this machine, one PyTorch thread each unless the plan says otherwise"""
+    """runs at a time, one PyTorch thread each unless the plan says otherwise; "local" has all at once"""
     cluster: Literal["none", "local", "slurm"] = "none"
-    """hand the runs to submitit: as processes here (local) or as jobs (slurm)"""
+    """hand the runs to submitit: as processes here (local) or as a job array (slurm)"""
     partition: str | None = None
     """partition of the SLURM jobs"""
     gpus: int = 0
@@ -86,7 +88,7 @@ class Run:
 
     def is_made_by(self, notes) -> bool:
         """Whether the notes of a finished run are of this one, flags and all."""
-        return {name: notes.get(name) for name in self.orders} == self.orders
+        return {name: notes[name] for name in ("flags", "replace") if name in notes} == self.orders
 
     @property
     def done(self) -> bool:
@@ -98,17 +100,25 @@ class Run:
         return sorted(self.folder.glob("runs/*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
 
 
+def label_of(script, env_id, name, seed) -> str:
+    """Folder of a run, and its key in the results."""
+    return re.sub(r"[^\w.-]", "-", "__".join(filter(None, [script, env_id, name, str(seed)])))
+
+
 def read_plan(path, folder) -> list[Run]:
-    """The runs of a plan, seed by seed, so that all have one result before any has three."""
+    """The runs of a plan, seed by seed, so that all have one result before any has three.
+
+    Raises ValueError for two runs that only their flags tell apart: they need names.
+    """
     runs = []
     for entry in tomllib.loads(path.read_text())["runs"]:
         script, name, flags = entry["script"], entry.get("name", ""), entry.get("flags", {})
         replace = entry.get("replace", {})
         for env_id in entry["env_ids"]:
-            env = env_id.replace("/", "-").replace(":", "-")
             for seed in entry["seeds"]:
-                label = "__".join(filter(None, [script, env, name.replace(" ", "-"), str(seed)]))
-                place = folder.resolve() / path.stem / label
+                place = folder.resolve() / path.stem / label_of(script, env_id, name, seed)
+                if place in {run.folder for run in runs}:
+                    raise ValueError(f"{path} has two runs {place.name}: give one of them a name")
                 runs.append(Run(place, script, env_id, seed, name, flags, replace))
     return sorted(runs, key=lambda run: run.seed)
 
@@ -137,13 +147,16 @@ def enter(run):
 
 @contextlib.contextmanager
 def logged():
-    """What is printed, and what is raised, goes into log.txt; what is raised is raised all the same."""
+    """What is printed, and what is raised, goes into log.txt; what is raised is raised as RuntimeError.
+
+    Errors of a script's own cannot be unpickled where the script was not imported.
+    """
     with open("log.txt", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
             yield
-        except Exception:
+        except Exception as error:
             traceback.print_exc()
-            raise
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def work_on(run) -> str:
@@ -195,11 +208,30 @@ def make_executor(args):
         return executor
     import submitit
 
+    # Functions are unpickled there by name, from wherever the job starts.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     executor = submitit.AutoExecutor(args.runs / "jobs", cluster=args.cluster)
     executor.update_parameters(timeout_min=60 * args.hours, cpus_per_task=1, gpus_per_node=args.gpus)
     if args.partition:
         executor.update_parameters(slurm_partition=args.partition)
+    executor.update_parameters(slurm_array_parallelism=args.workers)
     return executor
+
+
+@contextlib.contextmanager
+def forwarded_sigterm():
+    """SIGTERM reaches the runs, which save, and then ends this program as Ctrl-C does."""
+
+    def stop(number, frame):
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def timeline(run) -> tuple[list[tuple[int, float]], dict[str, dict[int, float]]]:
@@ -207,21 +239,24 @@ def timeline(run) -> tuple[list[tuple[int, float]], dict[str, dict[int, float]]]
 
     Iterations that were lost, and done again after the last checkpoint, count once.
     """
+    import torch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    iterations, scalars = [], {}
+    iterations, scalars, saved = [], {}, 0  # at which step
     for folder in sorted(run.folder.glob("runs/*"), key=lambda folder: folder.name.rsplit("__", 1)[1]):
         log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         if "charts/SPS" not in log.Tags()["scalars"]:
             continue
         speeds = log.Scalars("charts/SPS")
-        iterations = [each for each in iterations if each[0] < speeds[0].step]
+        iterations = [each for each in iterations if each[0] <= saved]
         step, seconds = iterations[-1] if iterations else (0, 0.0)
         began = speeds[0].wall_time - (speeds[0].step - step) / speeds[0].value
         iterations += [(speed.step, seconds + speed.wall_time - began) for speed in speeds]
         for name in log.Tags()["scalars"]:
-            known = {s: v for s, v in scalars.get(name, {}).items() if s < speeds[0].step}
+            known = {s: v for s, v in scalars.get(name, {}).items() if s <= saved}
             scalars[name] = known | {event.step: event.value for event in log.Scalars(name)}
+        if (folder / "checkpoint.pt").exists():
+            saved = torch.load(folder / "checkpoint.pt")["progress"]["global_step"]
     return iterations, scalars
 
 
@@ -246,9 +281,12 @@ def read_results(stem, results) -> tuple[list[dict], dict[str, dict]]:
 
 def collect(stem, command, results, runs, returns_of):
     """Adds the finished runs to the results, in place of what these have of the same runs."""
+    done = [run for run in runs if run.done]
+    if not done:
+        return
     results.mkdir(parents=True, exist_ok=True)
     rows, notes = read_results(stem, results)
-    for run in [run for run in runs if run.done]:
+    for run in done:
         notes[run.folder.name] = json.loads((run.folder / "done.json").read_text())
         key = {"script": run.script, "env": run.env_id, "name": run.name, "seed": str(run.seed)}
         rows = [row for row in rows if not key.items() <= row.items()]
@@ -264,7 +302,7 @@ def collect(stem, command, results, runs, returns_of):
 
 
 def thinned(points, most=200) -> list:
-    """At most so many of the points, means of neighbors: curves stay small enough to commit."""
+    """At most so many of the points, means of neighboring iterations: curves stay small enough to commit."""
     size = -(-len(points) // most) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     mean = lambda part, i: sum(point[i] for point in part) / len(part)  # noqa: E731
@@ -276,16 +314,17 @@ def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> i
     _, notes = read_results(stem, args.results) if args.keep else ([], {})
     waiting = [run for run in runs if not run.done and not run.is_made_by(notes.get(run.folder.name, {}))]
     print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
-    executor, failed = make_executor(args), []
-    futures = {executor.submit(work, run): run for run in waiting}
+    executor, failed, here = make_executor(args), [], args.cluster == "none"
+    jobs = [executor.submit(work, run) for run in waiting] if here else executor.map_array(work, waiting)
+    futures = dict(zip(jobs, waiting, strict=True))
     try:
         bar = tqdm(total=len(waiting), unit="run")
-        for future in as_completed(futures) if args.cluster == "none" else futures:
+        for future in as_completed(futures) if here else futures:
             run = futures[future]
             try:
                 outcome = future.result()
             except Exception as error:
-                outcome = f"failed: {type(error).__name__}: {error}"
+                outcome = f"failed: {error if type(error) is RuntimeError else repr(error)}"
             if outcome != "finished":
                 failed.append(f"{run.folder.name} {outcome}; see {run.folder / 'log.txt'}")
                 bar.write(failed[-1], file=sys.stderr)
@@ -295,7 +334,7 @@ def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> i
         for future in futures:
             if not future.done():
                 future.cancel()
-        if args.cluster == "none":
+        if here:
             executor.shutdown()
         collect(stem, command, args.results, runs, returns_of)
     finished = len(runs) - len(failed)
@@ -308,7 +347,8 @@ def run_all(runs, args, stem, command, work=work_on, returns_of=returns_of) -> i
 def main(args) -> int:
     """Exit status: 0 if all runs are finished."""
     runs, command = read_plan(args.plan, args.runs), " ".join(["python benchmark/run.py", *sys.argv[1:]])
-    return run_all(runs, args, args.plan.stem, command)
+    with forwarded_sigterm():
+        return run_all(runs, args, args.plan.stem, command)
 
 
 if __name__ == "__main__":

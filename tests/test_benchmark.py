@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ROOT
+from torch.utils.tensorboard import SummaryWriter
 
-from benchmark import speed
+from benchmark import plot, run, speed
 
 PLAN = """
 [[runs]]
@@ -111,6 +113,51 @@ def test_results_that_are_kept():
     assert [row for row in rows() if row["seed"] == "1"] == before
     assert max(int(row["step"]) for row in rows() if row["seed"] == "2") > 400
     assert len(json.loads(Path("results/plan.json").read_text())["runs"]) == 2
+    with pytest.raises(ValueError, match="different flags"):
+        plot.load("plan", Path("results"))
+
+
+def test_what_counts_as_finished():
+    """Notes of the same flags and the same replaced texts, none of which may be missing from the plan."""
+    made = run.Run(Path(), "ppo", "CartPole-v1", 1, "x", {"num_envs": 2})
+    flags = {"env_id": "CartPole-v1", "seed": 1, "num_envs": 2}
+    assert made.is_made_by({"flags": flags, "seconds": 3})
+    assert not made.is_made_by({})
+    assert not made.is_made_by({"flags": flags | {"num_steps": 3}})
+    assert not made.is_made_by({"flags": flags, "replace": {"optimizer.step()": "pass"}})
+
+
+def test_names_of_runs():
+    """Each has its own folder, whatever is in its name; two alike are refused."""
+    Path("plan.toml").write_text(PLAN.replace("short and still", "1/2: rate"))
+    names = {each.folder.name for each in run.read_plan(Path("plan.toml"), Path())}
+    assert "ppo_continuous_action__probe_envs-ScoreBox-v0__1-2--rate__1" in names
+    assert len(names) == 3
+    Path("plan.toml").write_text(PLAN + PLAN.replace("num_envs = 2", "num_envs = 4"))
+    with pytest.raises(ValueError, match="two runs ppo__probe_envs-Score-v0__1: give one of them a name"):
+        run.read_plan(Path("plan.toml"), Path())
+
+
+def test_lost_iterations_count_once():
+    """Those after the last checkpoint, which were done again with other numbers of rows."""
+    for number, steps, saved in [(1, [500, 1000, 1505], 1000), (2, [1507, 2010], 2010)]:
+        folder = Path(f"runs/x__1__{number}")
+        with SummaryWriter(folder) as writer:
+            for step in steps:
+                writer.add_scalar("charts/SPS", 100, step)
+                writer.add_scalar("charts/episodic_return", number, step)
+        torch.save({"progress": {"global_step": saved}}, folder / "checkpoint.pt")
+    iterations, scalars = run.timeline(SimpleNamespace(folder=Path()))
+    assert [step for step, _ in iterations] == [500, 1000, 1507, 2010]
+    assert scalars["charts/episodic_return"] == {500: 1, 1000: 1, 1507: 2, 2010: 2}
+
+
+def test_results_without_new_ones_stay():
+    """A plan of which nothing is finished writes nothing."""
+    Path("plan.csv").write_text("something made by hand\n")
+    run.collect("plan", "command", Path(), [run.Run(Path("nowhere"), "ppo", "CartPole-v1", 1, "", {})], None)
+    assert Path("plan.csv").read_text() == "something made by hand\n"
+    assert not Path("plan.json").exists()
 
 
 @pytest.mark.slow
@@ -135,15 +182,24 @@ def test_a_run_that_fails_is_reported():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_goes_on(how):
-    """Ctrl-C saves, a kill loses what came after the last checkpoint; either way the curve has each step once."""
+    """Ctrl-C saves, a kill loses what came after the last checkpoint; either way the curve has each step once.
+
+    SIGTERM goes to the runner alone, which hands it on.
+    """
     process = subprocess.Popen(command(LONG), start_new_session=True, stderr=subprocess.PIPE, text=True)
     while not list(Path("work").rglob("checkpoint.pt")):
         time.sleep(0.1)
         assert process.poll() is None, process.stderr.read()
-    os.killpg(process.pid, how)
-    process.communicate(timeout=60)
+    if how == signal.SIGTERM:
+        process.terminate()
+    else:
+        os.killpg(process.pid, how)
+    process.communicate(timeout=60)  # until the runs, too, have closed stderr
+    if how == signal.SIGTERM:
+        (log,) = Path("work").rglob("log.txt")
+        assert "Traceback" not in log.read_text()
     assert not list(Path("work").rglob("done.json"))
     done = run_plan(LONG)
     assert done.returncode == 0, done.stderr
