@@ -245,14 +245,15 @@ def parse_env_kwargs(args) -> dict:
 
 @contextlib.contextmanager
 def ignored_interrupts():
-    """Processes started in here ignore Ctrl-C, which this one handles."""
+    """Processes started in here ignore Ctrl-C and SIGTERM: these may reach all, and this one handles them."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    both = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+    previous = {each: signal.signal(each, signal.SIG_IGN) for each in both}
     try:
         yield
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 def make_vec(args, num_envs, video_folder=None):
@@ -663,6 +664,7 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
     torch.manual_seed(derive_seed(args.seed, rank, iterations_done))  # other actions and shuffles in each
     if saved:
         if saved["spaces"] != agent.spaces or saved["agent"].keys() != agent.state_dict().keys():
+            envs.close()
             raise BadInput(f"--resume {args.resume}: is of another script, or {args.env_id} has other spaces")
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -678,7 +680,7 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
 
 def open_run(args, envs, agent) -> tuple:
     """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
-    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}")[:200]  # legal on any file system
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}", flags=re.ASCII)[:200]  # legal anywhere
     folder = Path("runs", f"{name}__{args.seed}__{time.time_ns() // 10**6}")
     folder.mkdir(parents=True)
     (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
@@ -729,21 +731,20 @@ def train(args) -> dict:
     if iterations_done >= args.num_iterations and not args.eval_episodes:
         raise BadInput(f"--resume {args.resume}: all --total-timesteps {args.total_timesteps} are done")
     envs, agent, optimizer = build(args, rank, device, saved, iterations_done)
-    uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
-    if args.compile:
-        torch._dynamo.config.trace_autograd_ops = True  # so that the backward pass is compiled, too
-    gradient_fn = torch.compile(ppo_gradient, dynamic=uneven) if args.compile else ppo_gradient
-    folder, writer, eval_envs = open_run(args, envs, agent) if rank == 0 else (None, None, None)
-    if rank == 0 and saved:
-        print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
-    bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
-    signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
-    with contextlib.closing(envs), noted_signals() as noted, bar:
+    with contextlib.closing(envs), noted_signals() as noted:
+        uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
+        if args.compile:
+            torch._dynamo.config.trace_autograd_ops = True  # so that the backward pass is compiled, too
+        gradient_fn = torch.compile(ppo_gradient, dynamic=uneven) if args.compile else ppo_gradient
+        folder, writer, eval_envs = open_run(args, envs, agent) if rank == 0 else (None, None, None)
+        if rank == 0 and saved:
+            print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
+        bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
+        signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
         for iteration in range(iterations_done + 1, args.num_iterations + 1):
             iteration_started = time.perf_counter()
             remaining = 1 - (iteration - 1) / args.num_iterations
-            # [D04] Adam learning rate annealing: linear; all of it in the first of I iterations, 1/I in the
-            # last.
+            # [D04] Adam learning rate annealing: linear, all of it in iteration 1, 1/I of it in iteration I.
             learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
             optimizer.param_groups[0]["lr"] = learning_rate
             # [A1] Clip range annealing: in the same way, for policy and value.
@@ -759,8 +760,7 @@ def train(args) -> dict:
             episodes, signal_number = np.concatenate(episodes), max(signals)
             progress["rows"] = iteration * args.rows_per_iteration
             progress["global_step"] += sum(steps)
-            # As many as there are environments, at least 100: short episodes end first and would count for
-            # more.
+            # As many as environments, at least 100: short episodes end first and would count for more.
             returns = progress["recent_returns"] + episodes[:, 0].tolist()
             progress["recent_returns"] = returns[-max(100, args.num_envs * args.world_size) :]
             if rank == 0:
@@ -778,15 +778,15 @@ def train(args) -> dict:
                 save_checkpoint(checkpoint, agent, optimizer, args, progress)
             if signal_number:
                 break
+        bar.close()
     sps = (progress["global_step"] - first_step) / (time.perf_counter() - started)
     if eval_envs is not None and not signal_number:
         eval_returns = evaluate_policy(agent, eval_envs, args.eval_episodes)
         mean = np.mean(eval_returns) if eval_returns else math.nan
         writer.add_scalar("eval/episodic_return", mean, progress["global_step"])
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
-    for resource in (eval_envs, writer):
-        if resource is not None:
-            resource.close()
+    for resource in filter(None, (eval_envs, writer)):
+        resource.close()
     if dist.is_initialized() and device.type == "cuda":
         dist.destroy_process_group()  # nccl warns without it; with gloo, a process was once seen to abort
     returns = progress["recent_returns"]

@@ -195,7 +195,8 @@ class EpisodeTracker(gym.vector.VectorWrapper):
 
     obs: (N, ...) raw observations, which the coming actions answer
     fillers: (N,) bool, rows of the coming step that are fillers: after the end of a game, the step ignores
-    its action and returns the first observation of a new game, with reward 0; after a lost life, it is FIRE
+    its action and returns the first observation of a new game, with reward 0; then, and after a lost life,
+    its action is FIRE
     starts: (N,) bool, rows of the coming step that begin an episode: its first that is no filler
     """
 
@@ -210,15 +211,17 @@ class EpisodeTracker(gym.vector.VectorWrapper):
     def reset(self, *, seed=None, options=None):
         self.obs, infos = self.env.reset(seed=seed, options=options)
         self.lives = infos["lives"] if self.games else np.zeros(self.num_envs, int)
-        self.forced, self.fillers = np.zeros((2, self.num_envs), bool)
-        self.starts = np.ones(self.num_envs, bool)
+        self.forced = np.full(self.num_envs, self.fire is not None)
+        self.fillers = self.forced.copy()
+        self.starts = ~self.fillers
         self.returns, self.lengths = np.zeros((2, self.num_envs))  # of the current games
         self.ended = []
         return self.obs, infos
 
     def step(self, actions):
-        # [D17] FireResetEnv: where a game has FIRE, it is pressed after a reset, by ale-py, and after a lost
-        # life, here. That row is a filler, since its action is not the agent's.
+        # [D17] FireResetEnv: where a game has FIRE, it is pressed after a reset and a lost life. The row is a
+        # filler, since its action is not the agent's.
+        restarted = self.fillers & ~self.forced
         actions = np.where(self.forced, self.fire, actions) if self.forced.any() else actions
         self.obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns += rewards
@@ -230,7 +233,7 @@ class EpisodeTracker(gym.vector.VectorWrapper):
         life_lost = (lives < self.lives) & (lives > 0)
         terminations |= life_lost
         self.lives = np.where(over, 0, lives)  # a new game may have less than one that was cut off
-        self.forced = life_lost & ~over & (self.fire is not None)
+        self.forced = (restarted | life_lost & ~over) & (self.fire is not None)
         were_fillers, self.fillers = self.fillers, over | self.forced
         # An episode begins after its fillers, or at once after a lost life where there is no FIRE.
         self.starts = (were_fillers | life_lost) & ~self.fillers
@@ -255,14 +258,15 @@ def parse_env_kwargs(args) -> dict:
 
 @contextlib.contextmanager
 def ignored_interrupts():
-    """Processes started in here ignore Ctrl-C, which this one handles."""
+    """Processes started in here ignore Ctrl-C and SIGTERM: these may reach all, and this one handles them."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # Python sets handlers only there
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    both = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+    previous = {each: signal.signal(each, signal.SIG_IGN) for each in both}
     try:
         yield
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 class ColorTwin(gym.vector.VectorWrapper):
@@ -300,8 +304,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
         repeat_action_probability=args.repeat_action_probability,
         batch_size=num_envs,
         autoreset_mode="NextStep",
-        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action, but for one FIRE where it has
-        # that.
+        # [D14] NoopResetEnv: a game starts after 0 to 29 frames without action.
         noop_max=30,
         # [D15] MaxAndSkipEnv: an action lasts 4 frames, whose rewards are added. What is seen is the maximum
         # of the last two, because many games draw some things in every other frame only.
@@ -316,7 +319,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
         episodic_life=False,
         life_loss_info=False,
         reward_clipping=False,
-        use_fire_reset=True,
+        use_fire_reset=False,  # it presses for one frame, which sticky actions may swallow
         **parse_env_kwargs(args),
     )
 
@@ -818,6 +821,7 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
     torch.manual_seed(derive_seed(args.seed, rank, iterations_done))  # other actions and shuffles in each
     if saved:
         if saved["spaces"] != agent.spaces or saved["agent"].keys() != agent.state_dict().keys():
+            envs.close()
             raise BadInput(f"--resume {args.resume}: is of another script, or {args.env_id} has other spaces")
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -833,7 +837,7 @@ def build(args, rank, device, saved, iterations_done) -> tuple:
 
 def open_run(args, envs, agent) -> tuple:
     """Makes the run folder, its TensorBoard writer and the environment of the evaluation; prints the plan."""
-    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}")[:200]  # legal on any file system
+    name = re.sub(r"[^\w.-]", "-", f"{args.env_id}__{args.exp_name}", flags=re.ASCII)[:200]  # legal anywhere
     folder = Path("runs", f"{name}__{args.seed}__{time.time_ns() // 10**6}")
     folder.mkdir(parents=True)
     (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
@@ -884,22 +888,21 @@ def train(args) -> dict:
     if iterations_done >= args.num_iterations and not args.eval_episodes:
         raise BadInput(f"--resume {args.resume}: all --total-timesteps {args.total_timesteps} are done")
     envs, agent, optimizer = build(args, rank, device, saved, iterations_done)
-    uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
-    if args.compile:
-        torch._dynamo.config.trace_autograd_ops = True  # so that the backward pass is compiled, too
-    gradient_fn = torch.compile(ppo_gradient, dynamic=uneven) if args.compile else ppo_gradient
-    folder, writer, eval_envs = open_run(args, envs, agent) if rank == 0 else (None, None, None)
-    if rank == 0 and saved:
-        print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
-    bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
-    signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
-    state = agent.initial_state(args.num_envs)
-    with contextlib.closing(envs), noted_signals() as noted, bar:
+    with contextlib.closing(envs), noted_signals() as noted:
+        uneven = args.batch_size % args.num_minibatches > 0  # else minibatches have one shape to compile for
+        if args.compile:
+            torch._dynamo.config.trace_autograd_ops = True  # so that the backward pass is compiled, too
+        gradient_fn = torch.compile(ppo_gradient, dynamic=uneven) if args.compile else ppo_gradient
+        folder, writer, eval_envs = open_run(args, envs, agent) if rank == 0 else (None, None, None)
+        if rank == 0 and saved:
+            print(f"resumed at step {first_step:,}; the environments start new episodes", flush=True)
+        bar = tqdm(total=args.num_iterations, initial=iterations_done, unit="iteration", disable=rank > 0)
+        signal_number, checkpoint, eval_returns, started = 0, args.resume, [], time.perf_counter()
+        state = agent.initial_state(args.num_envs)
         for iteration in range(iterations_done + 1, args.num_iterations + 1):
             iteration_started = time.perf_counter()
             remaining = 1 - (iteration - 1) / args.num_iterations
-            # [D04] Adam learning rate annealing: linear; all of it in the first of I iterations, 1/I in the
-            # last.
+            # [D04] Adam learning rate annealing: linear, all of it in iteration 1, 1/I of it in iteration I.
             learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
             optimizer.param_groups[0]["lr"] = learning_rate
             # [A1] Clip range annealing: in the same way, for policy and value.
@@ -916,8 +919,7 @@ def train(args) -> dict:
             episodes, signal_number = np.concatenate(episodes), max(signals)
             progress["rows"] = iteration * args.rows_per_iteration
             progress["global_step"] += sum(steps)
-            # As many as there are environments, at least 100: short episodes end first and would count for
-            # more.
+            # As many as environments, at least 100: short episodes end first and would count for more.
             returns = progress["recent_returns"] + episodes[:, 0].tolist()
             progress["recent_returns"] = returns[-max(100, args.num_envs * args.world_size) :]
             if rank == 0:
@@ -935,15 +937,15 @@ def train(args) -> dict:
                 save_checkpoint(checkpoint, agent, optimizer, args, progress)
             if signal_number:
                 break
+        bar.close()
     sps = (progress["global_step"] - first_step) / (time.perf_counter() - started)
     if eval_envs is not None and not signal_number:
         eval_returns = evaluate_policy(agent, eval_envs, args.eval_episodes)
         mean = np.mean(eval_returns) if eval_returns else math.nan
         writer.add_scalar("eval/episodic_return", mean, progress["global_step"])
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
-    for resource in (eval_envs, writer):
-        if resource is not None:
-            resource.close()
+    for resource in filter(None, (eval_envs, writer)):
+        resource.close()
     if dist.is_initialized() and device.type == "cuda":
         dist.destroy_process_group()  # nccl warns without it; with gloo, a process was once seen to abort
     returns = progress["recent_returns"]

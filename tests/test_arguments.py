@@ -53,7 +53,7 @@ def test_refusals_are_one_line(script):
         script.train(make_args(script, env_kwargs="1\n2"))
 
 
-@pytest.mark.parametrize("exp_name", ["a/b", "../up", "\0", "two\nlines", "x" * 300, ""])
+@pytest.mark.parametrize("exp_name", ["a/b", "../up", "\0", "two\nlines", "x" * 300, "名" * 150, ""])
 def test_names_of_experiments_become_legal_folders(script, exp_name):
     script.train(make_args(script, exp_name=exp_name, total_timesteps=48))
     assert (only_run() / "checkpoint.pt").exists()

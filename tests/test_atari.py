@@ -83,15 +83,19 @@ def test_d15_max_and_skip_env(script):
 def test_d16_episodic_life_env(script):
     """Without action, Breakout loses life after life; each ends an episode, the fifth also the game."""
     envs = games(script, "Breakout", n=2)
-    lives, ends, fillers = [], 0, 0
+    lives, ends, fillers, starts = [], 0, 0, 0
     while len(envs.ended) < 3:
+        restarts = envs.fillers[0] and not envs.forced[0]
         _, _, terminations, truncations, infos = envs.step(np.full(2, NOOP))
         assert not truncations.any()
         ends += terminations[0]
         lives += [infos["lives"][0]] if terminations[0] else []
         fillers += envs.fillers[0]
+        starts += restarts
     assert lives[:5] == [4, 3, 2, 1, 0]
-    assert ends == fillers  # FIRE after four of five lives, a new game after the last
+    # FIRE after four of five lives, a new game after the last, and FIRE again.
+    assert ends + starts == fillers
+    assert starts >= 1
     assert all(score == 0 for part in envs.ended for score in part[:, 0])
 
 
@@ -141,6 +145,8 @@ def test_d16_a_life_lost_at_the_time_limit(script):
     assert envs.pop_episodes().tolist() == [[0, steps]]
     before = infos["episode_frame_number"][0]
     assert envs.step(np.array([NOOP]))[4]["episode_frame_number"][0] < before
+    assert envs.forced[0]
+    envs.step(np.array([NOOP]))
     assert not envs.fillers[0]
 
 
@@ -163,14 +169,26 @@ def test_d16_a_new_game_with_fewer_lives_is_no_lost_life(script, monkeypatch):
     _, _, terminations, _, infos = envs.step(np.array([NOOP]))
     assert infos["lives"][0] == 5
     assert not terminations[0]
+    envs.step(np.array([NOOP]))  # FIRE of the new game
     assert not envs.forced[0]
     assert not envs.fillers[0]
 
 
+@ONE
+def test_d17_sticky_actions_do_not_swallow_fire(script):
+    """All games begin, and lose lives, though the agent does nothing."""
+    envs = games(script, "Breakout", n=32, repeat_action_probability=0.25)
+    for _ in range(200):
+        infos = envs.step(np.full(32, NOOP))[4]
+    assert (infos["lives"] < 5).all()
+
+
 def test_d17_fire_reset_env(script, monkeypatch):
-    """Whatever is sent, a lost life is followed by FIRE; all other actions arrive as they were sent."""
+    """Whatever is sent, resets and lost lives are followed by FIRE; all else arrives as it was sent."""
     envs = games(script, "Breakout")
     received, step = [], envs.env.step
+    assert envs.forced.all()
+    assert envs.fillers.all()
     monkeypatch.setattr(envs.env, "step", lambda actions: received.append(actions) or step(actions))
     rng, pressed = np.random.default_rng(0), 0
     for _ in range(300):

@@ -72,11 +72,11 @@ BUDGETS = {
 CEILINGS = {
     "ppo": 440,
     "ppo_shared": 440,
-    "ppo_continuous_action": 510,
+    "ppo_continuous_action": 511,
     "ppo_atari": 450,
     "ppo_atari_lstm": 485,
     "ppo_multidiscrete": 470,
-    "ppo_multidiscrete_mask": 476,
+    "ppo_multidiscrete_mask": 477,
 }
 
 

@@ -335,8 +335,11 @@ def test_signals_save_and_exit(script, number, status):
 
 
 @pytest.mark.scripts(*DISTINCT)
-def test_ctrl_c_with_processes_for_environments(script):
-    """A terminal sends Ctrl-C to all of them; the environments must live on until the checkpoint is written."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_with_processes_for_environments(script, number, status):
+    """A terminal sends Ctrl-C to all of them, timeout and torchrun SIGTERM; the environments must live on until
+    the checkpoint is written.
+    """
     command = [sys.executable, script.__file__, *small_flags(script, iterations=10**6), "--async-envs"]
     command += ["--checkpoint-interval", "1"]
     process = subprocess.Popen(
@@ -350,9 +353,10 @@ def test_ctrl_c_with_processes_for_environments(script):
     while not list(Path("runs").glob("*/checkpoint.pt")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     output = process.communicate(timeout=30)
-    assert process.returncode == 130, output
+    assert process.returncode == status, output
+    assert "Traceback" not in output[1]
 
 
 @pytest.mark.scripts(*DISTINCT)
