@@ -33,6 +33,9 @@ TITLES = {
 }
 
 
+COMPLETE = "all details"  # among the ablations
+
+
 @dataclass
 class Args:
     write: bool = False
@@ -152,12 +155,10 @@ def draw_ablations():
     scores = {}
     for name, by_env in finals_of_ablations().items():
         shares = [
-            np.array(values) / np.mean(finals_of_ablations()[""][env]) for env, values in by_env.items()
+            np.array(values) / np.mean(finals_of_ablations()[COMPLETE][env]) for env, values in by_env.items()
         ]
         seeds = min(map(len, shares))  # that all tasks have
-        scores[name or "all details"] = np.stack(
-            [share[:seeds] for share in shares], axis=1
-        )  # (seeds, tasks)
+        scores[name] = np.stack([share[:seeds] for share in shares], axis=1)  # (seeds, tasks)
     iqm = lambda x: np.array([metrics.aggregate_iqm(x)])  # noqa: E731
     points, intervals = library.get_interval_estimates(scores, iqm, reps=2000)
     figure, axes = plt.subplots(figsize=(7, 0.35 * len(scores) + 1), layout="constrained")
@@ -208,12 +209,9 @@ def table_of_results() -> str:
 
 
 def finals_of_ablations() -> dict[str, dict[str, list[float]]]:
-    """Name of the ablation -> environment -> final returns; "" has all details, on the same tasks."""
-    ablated = load("ablations")
-    tasks = {(c.script, c.env) for c in ablated}
-    complete = [c for plan in ("classic", "mujoco") for c in load(plan) if (c.script, c.env) in tasks]
-    finals = {}
-    for curve in complete + ablated:
+    """Name of the ablation -> environment -> final returns; first what has all details."""
+    finals = {COMPLETE: {}}
+    for curve in load("ablations"):
         by_env = finals.setdefault(curve.name, {})
         by_env.setdefault(curve.env, []).append(curve.notes["episodic_return"])
     return finals
@@ -222,13 +220,13 @@ def finals_of_ablations() -> dict[str, dict[str, list[float]]]:
 def table_of_ablations() -> str:
     """Final returns without a detail, means over seeds; "" without results."""
     finals = finals_of_ablations()
-    envs = sorted({env for by_env in finals.values() for env in by_env})
+    envs = list(dict.fromkeys(env for by_env in finals.values() for env in by_env))
     if not envs:
         return ""
     lines = [f"| | {' | '.join(envs)} |", "| --- " * (1 + len(envs)) + "|"]
     for name, by_env in finals.items():
         cells = [spread(by_env[env]) if env in by_env else "" for env in envs]
-        lines.append(f"| {name or 'all details'} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -202,18 +202,19 @@ def test_table_of_times(monkeypatch):
 
 
 def test_ablations(monkeypatch, tmp_path):
-    """Runs with all details come from the other plans; shares of their mean are pooled."""
-    runs = {
-        "classic": [],
-        "mujoco": [curve([1000 + k], 1000, seed=k) for k in (1, 2, 3)],
-        "ablations": [curve([500 + k], 1000, "without D07", seed=k) for k in (1, 2, 3)],
-    }
-    monkeypatch.setattr(plot, "load", lambda plan: runs[plan])
+    """Beside the runs with all details, whose mean is the measure; where seeds are missing, the others count."""
+    runs = [curve([500 + k], 1000, "without D07", seed=k) for k in (1, 2, 3)]
+    runs += [curve([1000 + k], 1000, "all details", seed=k) for k in (1, 2, 3)]
+    both = [*runs, *(curve([30.0], 10, name, env="CartPole-v1") for name in ("all details", "without D07"))]
+    monkeypatch.setattr(plot, "load", lambda plan: both)
+    assert plot.table_of_ablations().splitlines()[0] == "| | HalfCheetah-v4 | CartPole-v1 |"
+    monkeypatch.setattr(plot, "load", lambda plan: runs)
     monkeypatch.setattr(plot, "FIGURES", tmp_path)
     assert plot.table_of_ablations().splitlines()[2:] == [
         "| all details | 1,002 ± 1 |",
         "| without D07 | 502.0 ± 0.8 |",
     ]
+    monkeypatch.setattr(plot, "load", lambda plan: both)
     plot.draw_ablations()
     assert (tmp_path / "ablations.png").stat().st_size > 5000
 
