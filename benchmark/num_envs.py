@@ -321,6 +321,7 @@ def numbers_of(curve) -> dict[str, float]:
     of_playing = np.mean(np.square(notes["std_of_episodes"])) / (EPISODES - 1)  # they are without ddof
     return {
         "cosine": mean["policy_cosine"],
+        "value_ratio": mean["value_halves_trace"] / mean["value_trace"],
         "trace": mean["policy_trace"],
         "dot": mean["policy_halves_dot"],
         "dot_error": np.std([g["policy_halves_dot"] for g in gradients], ddof=1) / math.sqrt(len(gradients)),
@@ -335,8 +336,8 @@ def numbers_of(curve) -> dict[str, float]:
 
 
 PANELS = {
-    "cosine": ("agreement of gradients", "cosine of two halves"),
-    "curve_noise": ("noise of the curve", "standard deviation of return"),
+    "cosine": ("agreement of policy gradients", "cosine of two halves"),
+    "value_ratio": ("value gradient: rows are alike", "rows worth an independent one"),
     "at_samples": ("after 1M samples", "return"),
     "at_seconds": ("after 10 minutes of one core or at the end", "return"),
     "steps_per_second": ("speed on one core", "samples per second"),
@@ -345,10 +346,14 @@ PANELS = {
 
 
 def noise_scale_of(numbers) -> str:
-    """Of the policy's gradient, in rows, from means over runs; "" where |G|^2 is within 3 errors of 0."""
+    """Of the policy's gradient, in rows, from means over runs; a lower bound where |G|^2 is hardly known.
+
+    That is within 3 errors of 0; the bound takes it to be 2 errors larger.
+    """
     trace, dot = (np.mean([x[name] for x in numbers]) for name in ("trace", "dot"))
     error = math.sqrt(sum(x["dot_error"] ** 2 for x in numbers)) / len(numbers)
-    return f"{float(f'{trace / dot:.2g}'):,.0f}" if dot > 3 * error else ""
+    known = dot > 3 * error
+    return f"{'' if known else '> '}{float(f'{trace / (dot if known else dot + 2 * error):.2g}'):,.0f}"
 
 
 def means_by_number(numbers, regime, name) -> tuple[list[int], list[float]]:
@@ -376,7 +381,9 @@ def draw(env_id, name, numbers):
         axes.set_title(title, fontsize=9)
         axes.set_ylabel(unit)
         axes.set_xlabel("N, environments")
-    grid[1, 1].set_yscale("log")
+    for axes, key in zip(grid.flat, PANELS, strict=True):
+        if key in ("value_ratio", "steps_per_second"):
+            axes.set_yscale("log")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     figure.suptitle(f"{env_id}: ppo_continuous_action.py with N environments", fontsize=10)
@@ -392,6 +399,7 @@ def table(numbers) -> str:
         "gradients a sample",
         "noise scale",
         "cosine",
+        "value",
         "noise of the curve",
     ]
     heads += ["1M samples", "10 minutes"]
@@ -410,7 +418,7 @@ def table(numbers) -> str:
                 f"{chosen[0]['minibatch_size']:,}",
                 f"{mean('updates'):.3g}",
             ]
-            cells += [noise_scale_of(chosen), f"{mean('cosine'):.2f}"]
+            cells += [noise_scale_of(chosen), f"{mean('cosine'):.2f}", f"{mean('value_ratio'):.1f}"]
             cells += [number(mean(key)) for key in ("curve_noise", "at_samples", "at_seconds", "last")]
             cells += [
                 f"{mean('steps') / 1e6:.2f}M",

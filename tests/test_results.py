@@ -89,8 +89,22 @@ def study_curve(**notes) -> plot.Curve:
     """A run of 25 points with noise of 50, of which the episodes played make 30."""
     rng = np.random.default_rng(2)
     gradients = [
-        {"policy_trace": 10.0, "policy_halves_dot": 2.0, "policy_cosine": 0.5, "measured": 1},
-        {"policy_trace": 40.0, "policy_halves_dot": -1.0, "policy_cosine": 0.1, "measured": 3},
+        {
+            "value_trace": 1.0,
+            "value_halves_trace": 2.0,
+            "policy_trace": 10.0,
+            "policy_halves_dot": 2.0,
+            "policy_cosine": 0.5,
+            "measured": 1,
+        },
+        {
+            "value_trace": 5.0,
+            "value_halves_trace": 6.0,
+            "policy_trace": 40.0,
+            "policy_halves_dot": -1.0,
+            "policy_cosine": 0.1,
+            "measured": 3,
+        },
     ]
     known = {
         "regime": "a",
@@ -118,13 +132,14 @@ def test_numbers_of_a_run():
     numbers = num_envs.numbers_of(study_curve())
     assert numbers["cosine"] == pytest.approx(0.2)
     assert numbers["updates"] == 5 / 16
+    assert numbers["value_ratio"] == pytest.approx(5 / 4)
     assert (numbers["trace"], numbers["dot"]) == pytest.approx((32.5, -0.25))
     assert numbers["curve_noise"] == pytest.approx(40, rel=0.1)
     assert np.isnan(numbers["at_samples"])
     assert numbers["at_seconds"] == numbers["last"]
     assert numbers["dot_error"] == pytest.approx(1.5)
     assert num_envs.noise_scale_of([numbers, numbers | {"dot": 10.25}]) == "6"
-    assert num_envs.noise_scale_of([numbers, numbers | {"dot": 4.25}]) == ""
+    assert num_envs.noise_scale_of([numbers, numbers | {"dot": 4.25}]) == "> 8"  # 32.5 / (2 + 2 * 1.06)
 
 
 def test_noise_of_a_curve():
