@@ -10,7 +10,7 @@ training after 1.23M steps, and 19.8 of 21 in deterministic games.
 
 A row is one step of one environment; in a game, four frames. Fillers are rows whose action is not the
 agent's: an environment only resets, because vector environments take a step of their own for that, or FIRE is
-pressed after a lost life. They have valid = 0 and no weight; all other rows are real.
+pressed after a reset or a lost life. They have valid = 0 and no weight; all other rows are real.
 Letters: T steps per rollout (num_steps), N environments (num_envs), B = T * N rows of a batch, M rows of a
 minibatch, C frames of an observation, I iterations. Sections 5 to 8 follow one iteration.
 
@@ -315,7 +315,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
 
 
 def adapt(env, args, film):
-    """The environment with gray frames of 84 x 84, stacked. `film`: arguments of RecordVideo, or None.
+    """The environment with gray frames of 84 x 84, as stacks of 4. `film`: arguments of RecordVideo, or None.
 
     Raises BadInput unless it shows RGB frames.
     """

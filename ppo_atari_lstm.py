@@ -9,7 +9,7 @@ On 2 CPU cores: 580 steps/s.
 
 A row is one step of one environment; in a game, four frames. Fillers are rows whose action is not the
 agent's: an environment only resets, because vector environments take a step of their own for that, or FIRE is
-pressed after a lost life. They have valid = 0 and no weight; all other rows are real.
+pressed after a reset or a lost life. They have valid = 0 and no weight; all other rows are real.
 Letters: T steps per rollout (num_steps), N environments (num_envs), n of them in a minibatch, B = T * N rows
 of a batch, M = T * n rows of a minibatch, C = 1 frame of an observation, L = 128 numbers from the LSTM, I
 iterations. Sections 5 to 8 follow one iteration.
@@ -325,7 +325,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
 
 
 def adapt(env, args, film):
-    """The environment with gray frames of 84 x 84, stacked. `film`: arguments of RecordVideo, or None.
+    """The environment with gray frames of 84 x 84, as a stack of 1. `film`: arguments of RecordVideo, or None.
 
     Raises BadInput unless it shows RGB frames.
     """
@@ -458,7 +458,7 @@ class Agent(nn.Module):
         # [D33] Initialize LSTM states to zeros: nothing has been seen yet.
         return torch.zeros(2, n, self.lstm.hidden_size, device=self.critic.weight.device)
 
-    @torch.compiler.disable  # each number of stretches would be compiled anew
+    @torch.compiler.disable  # each number of stretches would be compiled anew; the backward pass is not, either
     def remember(self, features, state, starts) -> tuple[Tensor, Tensor]:
         """T steps of the LSTM: (T, n, 512), (2, n, L), (T, n) -> outputs (T, n, L) and the next state.
 
