@@ -315,7 +315,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
 
 
 def adapt(env, args, film):
-    """The environment with gray frames of 84 x 84, as stacks of 4. `film`: arguments of RecordVideo, or None.
+    """The environment with gray frames of 84 x 84, stacks of 4. `film`: arguments of RecordVideo, or None.
 
     Raises BadInput unless it shows RGB frames.
     """

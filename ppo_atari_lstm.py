@@ -325,7 +325,7 @@ def make_games(args, game, num_envs, height=84, width=84, grayscale=True, stack=
 
 
 def adapt(env, args, film):
-    """The environment with gray frames of 84 x 84, as a stack of 1. `film`: arguments of RecordVideo, or None.
+    """The environment with gray frames of 84 x 84, stacks of 1. `film`: arguments of RecordVideo, or None.
 
     Raises BadInput unless it shows RGB frames.
     """
@@ -458,7 +458,7 @@ class Agent(nn.Module):
         # [D33] Initialize LSTM states to zeros: nothing has been seen yet.
         return torch.zeros(2, n, self.lstm.hidden_size, device=self.critic.weight.device)
 
-    @torch.compiler.disable  # each number of stretches would be compiled anew; the backward pass is not, either
+    @torch.compiler.disable  # would compile each number of stretches anew; backward stays out, too
     def remember(self, features, state, starts) -> tuple[Tensor, Tensor]:
         """T steps of the LSTM: (T, n, 512), (2, n, L), (T, n) -> outputs (T, n, L) and the next state.
 
