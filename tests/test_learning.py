@@ -40,7 +40,7 @@ def test_terminations_end_the_value(script):
     assert values[0] == pytest.approx(3.71, rel=0.02)
 
 
-@pytest.mark.scripts(*VECTOR, *MULTI)
+@pytest.mark.scripts("ppo")  # evaluate_rollout() is the same in all that have the flag
 def test_time_limits_as_death(script):
     """--no-bootstrap-truncation: as baselines, a time limit is a termination."""
     values, _ = value_of(script, "Const", ONE, bootstrap_truncation=False)
