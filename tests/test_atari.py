@@ -177,9 +177,9 @@ def test_d16_a_new_game_with_fewer_lives_is_no_lost_life(script, monkeypatch):
 @ONE
 def test_d17_sticky_actions_do_not_swallow_fire(script):
     """All games begin, and lose lives, though the agent does nothing."""
-    envs = games(script, "Breakout", n=32, repeat_action_probability=0.25)
-    for _ in range(200):
-        infos = envs.step(np.full(32, NOOP))[4]
+    envs = games(script, "Breakout", n=16, repeat_action_probability=0.25)
+    for _ in range(150):
+        infos = envs.step(np.full(16, NOOP))[4]
     assert (infos["lives"] < 5).all()
 
 
