@@ -36,6 +36,7 @@ Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25
 
 # ---- 1. Imports ----
 import argparse
+import atexit
 import contextlib
 import ctypes
 import json
@@ -46,10 +47,11 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import ale_py
 import gymnasium as gym
@@ -148,6 +150,13 @@ class Args:
     """film the episodes played at the end"""
 
     def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and int in (f.type, *get_args(f.type)):  # such as 1e6, in Python
+                if value % 1:
+                    raise BadInput(f"--{f.name.replace('_', '-')} must be a whole number, not {value}")
+                setattr(self, f.name, int(value))
+
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.resume:
             # In Python, what equals the class's default counts as not given; the command line knows better.
@@ -361,7 +370,10 @@ def make_vec(args, num_envs, video_folder=None):
     kwargs = parse_env_kwargs(args) | ({"render_mode": "rgb_array"} if film else {})
     if args.async_envs and not film:
         with ignored_interrupts():
-            return gym.make_vec(args.env_id, num_envs, "async", wrappers=wrappers, **kwargs)
+            envs = gym.make_vec(args.env_id, num_envs, "async", wrappers=wrappers, **kwargs)
+        ref = weakref.ref(envs)  # at its end, Python would send SIGTERM to open ones and wait for ever
+        atexit.register(lambda: ref() and ref().close())
+        return envs
     return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
 
 
@@ -387,7 +399,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
         of_arguments = TypeError | ValueError | OSError | ArithmeticError | AssertionError
         if isinstance(error, of_arguments) and parse_env_kwargs(args):
-            raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
+            raise BadInput(f"--env-kwargs {args.env_kwargs}: {str(error) or repr(error)}") from error
         raise
     return envs
 
@@ -746,6 +758,8 @@ def load_agent(path) -> Agent:
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
     values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]
     agent = Agent(SimpleNamespace(**spaces), SimpleNamespace(**values))
+    if agent.spaces != checkpoint["spaces"]:
+        raise BadInput(f"{path} is of another script")
     agent.load_state_dict(checkpoint["agent"])
     return agent.requires_grad_(False)
 

@@ -35,6 +35,7 @@ Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25
 
 # ---- 1. Imports ----
 import argparse
+import atexit
 import contextlib
 import json
 import math
@@ -45,10 +46,11 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import envpool
 import gymnasium as gym
@@ -105,11 +107,11 @@ class Args:
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return"""
     normalizer_samples: int | None = None
-    """freeze both normalizers after this many samples; default never"""
+    """freeze both normalizers once they have seen this many real rows; default never"""
     backend: Literal["auto", "gymnasium", "envpool", "mujoco"] = "auto"
-    """auto: mujoco for HalfCheetah-, Hopper-, Swimmer- and Walker2d-v5, all N in one call; envpool for other
-    ids that it knows if N is at least 8 and there are no --env-kwargs, and for those that only it knows;
-    else, and with --async-envs, gymnasium. Backends differ in details, and some checkpoints fit one only"""
+    """auto: mujoco for HalfCheetah-, Hopper-, Swimmer- and Walker2d-v5 with their own xml_file, all N in one
+    call; envpool for other ids that it knows if N is at least 8 and there are no --env-kwargs, and for those
+    that only it knows; else, and with --async-envs, gymnasium. Backends differ in details"""
     exp_name: str = Path(__file__).stem
     """name of the experiment, part of the run folder's name"""
     seed: int = 1
@@ -156,6 +158,13 @@ class Args:
     """film the episodes played at the end"""
 
     def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and int in (f.type, *get_args(f.type)):  # such as 1e6, in Python
+                if value % 1:
+                    raise BadInput(f"--{f.name.replace('_', '-')} must be a whole number, not {value}")
+                setattr(self, f.name, int(value))
+
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.resume:
             # In Python, what equals the class's default counts as not given; the command line knows better.
@@ -175,7 +184,7 @@ class Args:
             if value is not None and not low <= value <= high:  # NaN is in no range
                 raise BadInput(f"--{name.replace('_', '-')} must lie in [{low:g}, {high:g}], not {value}")
 
-        g = self.world_size * max(1.0, self.num_envs / 64)  # an iteration collects g times 2048 rows
+        g = self.world_size * max(1.0, self.num_envs / 64)  # with the default T, B grows by g
         self.num_steps = self.num_steps or max(32, 2048 // self.num_envs)
         if per_env := self.samples_per_env:
             self.num_minibatches = self.num_minibatches or self.num_steps // per_env
@@ -356,8 +365,9 @@ def choose_backend(args) -> str:
     in_envpool = args.env_id in envpool.list_all_envs()
     other_model = "xml_file" in parse_env_kwargs(args)  # which may have more state
     planar = args.env_id in PLANAR and not other_model
-    if not {"envpool": in_envpool, "mujoco": planar}.get(args.backend, True):
-        raise BadInput(f"--backend {args.backend} does not know --env-id {args.env_id}")
+    if not {"auto": True, "gymnasium": True, "envpool": in_envpool, "mujoco": planar}.get(args.backend):
+        model = " with another xml_file" if other_model else ""
+        raise BadInput(f"--backend {args.backend} does not know --env-id {args.env_id}{model}")
     only_there = in_envpool and args.env_id not in gym.registry
     if only_there and args.capture_video:
         raise BadInput(f"--capture-video needs gymnasium, which does not know --env-id {args.env_id}")
@@ -395,6 +405,8 @@ class Pool(gym.vector.VectorObservationWrapper):
         self.single_observation_space = gym.spaces.flatten_space(space) if self.keys else space
         # A pool states both spaces for one environment only.
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        if isinstance(actions, gym.spaces.Box):  # of 64 bits; envpool takes 32 as well, which gymnasium has
+            actions = gym.spaces.Box(actions.low.astype("f4"), actions.high.astype("f4"))
         self.single_action_space = actions
         self.action_space = gym.vector.utils.batch_space(actions, self.num_envs)
 
@@ -439,7 +451,10 @@ def make_vec(args, num_envs, seed, video_folder=None):
         return Pool(envpool.make_gymnasium(args.env_id, **kwargs))
     if args.async_envs:
         with ignored_interrupts():
-            return gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+            envs = gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+        ref = weakref.ref(envs)  # at its end, Python would send SIGTERM to open ones and wait for ever
+        atexit.register(lambda: ref() and ref().close())
+        return envs
     return gym.make_vec(args.env_id, num_envs, **kwargs)
 
 
@@ -461,12 +476,12 @@ def make_envs(args, num_envs, seed, video_folder=None):
     except Exception as error:
         if video_folder:  # a missing renderer may raise anything
             hint = "without a screen, set the environment variable MUJOCO_GL=egl"
-            raise BadInput(f"--capture-video: cannot film {args.env_id} ({hint}): {error}") from error
+            raise BadInput(f"--capture-video: cannot film {args.env_id}: {error} ({hint})") from error
         if isinstance(error, gym.error.Error | ImportError) or args.env_id.startswith(":"):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
         of_arguments = TypeError | ValueError | OSError | ArithmeticError | AssertionError
         if isinstance(error, of_arguments) and parse_env_kwargs(args):
-            raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
+            raise BadInput(f"--env-kwargs {args.env_kwargs}: {str(error) or repr(error)}") from error
         raise
     return envs
 
@@ -612,7 +627,7 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def bounded_log_std(self) -> Tensor:
-        """(A,), in [-10, 10]: neither its exponential nor the inverse of that may overflow or vanish."""
+        """(A,), in [-10, 10], beyond which it gets no gradient: exponentials must not overflow or vanish."""
         return self.log_std.clamp(-10, 10)
 
     def act(self, obs, deterministic=False) -> Tensor:
@@ -852,6 +867,8 @@ def load_agent(path) -> Agent:
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
     values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]
     agent = Agent(SimpleNamespace(**spaces), SimpleNamespace(**values))
+    if agent.spaces != checkpoint["spaces"]:
+        raise BadInput(f"{path} is of another script")
     agent.load_state_dict(checkpoint["agent"])
     return agent.requires_grad_(False)
 

@@ -37,6 +37,7 @@ Sources: Schulman et al. 2017, arXiv 1707.06347; openai/baselines at commit ea25
 
 # ---- 1. Imports ----
 import argparse
+import atexit
 import contextlib
 import importlib.util
 import json
@@ -47,10 +48,11 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -81,7 +83,7 @@ class Args:
     """Flags. Where a default None follows from N, the line says how; P processes multiply g by P."""
 
     env_id: str = "MicrortsMining4x4-v1"
-    """one of the microRTS tasks in section 3, or a gymnasium id; module:Env-v0 imports its module"""
+    """one of the microRTS tasks, TASKS in section 3, or a gymnasium id; module:Env-v0 imports its module"""
     num_envs: int = 8
     """N, environments that step together (in each process)"""
     num_steps: int | None = None
@@ -144,6 +146,13 @@ class Args:
     """film the episodes played at the end"""
 
     def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and int in (f.type, *get_args(f.type)):  # such as 1e6, in Python
+                if value % 1:
+                    raise BadInput(f"--{f.name.replace('_', '-')} must be a whole number, not {value}")
+                setattr(self, f.name, int(value))
+
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if self.resume:
             # In Python, what equals the class's default counts as not given; the command line knows better.
@@ -321,8 +330,9 @@ class MicroRTS(gym.vector.VectorEnv):
     direction (4) for each of move, harvest, return and produce; kind of unit to produce (7); cell to attack
     (h * w). Those that the order does not need are ignored.
     infos["action_mask"]: (N, 2 * h * w + 29) bool, one component after the other: cells of own units that are
-    free, and what at least one of these may do. Not every combination is legal: an illegal order keeps its
-    unit idle for as long as the legal one would take.
+    free, and what at least one of these may do. Not every combination is legal: an order that its unit cannot
+    carry out keeps it idle for as long as a legal one would take, and one into a cell that another order has
+    reserved, which masks do not show, is dropped.
     """
 
     render_mode = "rgb_array"
@@ -336,19 +346,33 @@ class MicroRTS(gym.vector.VectorEnv):
         opponent="PassiveAI",
         time_limit=200,
     ):
-        """weights: of REWARDS, each paid in each of the 10 ticks of a step; time_limit: in steps."""
+        """Raises ValueError for arguments that cannot be served.
+
+        weights: of REWARDS, added up over the 10 ticks of a step. An order pays once, when it is given, a win
+            or a defeat in each tick from then on.
+        opponent: a Java class in the package ai that takes a UnitTypeTable, such as RandomBiasedAI or
+            abstraction.WorkerRush. RandomAI's random numbers cannot be seeded: no two games are the same.
+        time_limit: in steps
+        """
         self.jpype, folder = start_java(args)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP, "render_fps": 10}
         self.num_envs, self.time_limit = num_envs, int(time_limit)
         self.weights = np.broadcast_to(np.array(weights, float), len(REWARDS.split()))
+        if self.time_limit < 1 or not np.isfinite(self.weights).all():
+            raise ValueError("time_limit must be at least 1, weights must be finite")
         java = self.jpype.JClass  # by name
         kinds = [java(f"ai.rewardfunction.{name}RewardFunction")() for name in REWARDS.split()]
         rewards = self.jpype.JArray(java("ai.rewardfunction.RewardFunctionInterface"))(kinds)
         if not Path(folder, f"maps/{map_name}.xml").is_file():
             raise ValueError(f"there is no map {map_name}")
-        client, enemy = java("tests.JNIClient"), java(f"ai.{opponent}")
-        path, kinds_of_units = f"maps/{map_name}.xml", java("rts.units.UnitTypeTable")
-        self.clients = [client(rewards, folder, path, enemy(), kinds_of_units()) for _ in range(num_envs)]
+        client, path = java("tests.JNIClient"), f"maps/{map_name}.xml"
+        tables = [java("rts.units.UnitTypeTable")() for _ in range(num_envs)]
+        try:
+            enemies = [java(f"ai.{opponent}")(table) for table in tables]
+        except (TypeError, self.jpype.JException) as error:
+            raise ValueError(f"opponent {opponent}: {error}") from error
+        opponents = zip(enemies, tables, strict=True)
+        self.clients = [client(rewards, folder, path, enemy, table) for enemy, table in opponents]
         h, w = np.array(self.clients[0].reset(0).observation).shape[1:]
         self.single_observation_space = gym.spaces.Box(0, 1, (h, w, sum(PLANES)), np.float32)
         self.single_action_space = gym.spaces.MultiDiscrete([h * w, 6, 4, 4, 4, 4, 7, h * w])
@@ -402,10 +426,11 @@ class MicroRTS(gym.vector.VectorEnv):
         return np.concatenate(planes, axis=-1), infos
 
     def render(self):
-        """(h * 32, w * 32, 3) each: resources are green, own units blue, those of the enemy red."""
-        _, resources, owner, kind, _ = np.moveaxis(self.layers, 1, 0)
-        brightness = 255 - 20 * kind
-        colors = np.stack([owner == 2, (owner == 0) & (resources > 0), owner == 1], axis=-1)  # (N, h, w, 3)
+        """(h * 32, w * 32, 3) each: resources, also carried ones, are green, own units blue, those of the
+        enemy red; who carries out an order is darker."""
+        _, resources, owner, kind, order = np.moveaxis(self.layers, 1, 0)
+        brightness = 255 - 20 * kind - 60 * (order > 0)
+        colors = np.stack([owner == 2, resources > 0, owner == 1], axis=-1)  # (N, h, w, 3)
         return list(np.kron(colors * brightness[..., None], np.ones((32, 32, 1))).astype(np.uint8))
 
 
@@ -424,7 +449,10 @@ def make_vec(args, num_envs, video_folder=None):
         return gym.make_vec(args.env_id, num_envs, "sync", wrappers=wrappers, **kwargs)
     if args.async_envs:
         with ignored_interrupts():
-            return gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+            envs = gym.make_vec(args.env_id, num_envs, "async", **kwargs)
+        ref = weakref.ref(envs)  # at its end, Python would send SIGTERM to open ones and wait for ever
+        atexit.register(lambda: ref() and ref().close())
+        return envs
     return gym.make_vec(args.env_id, num_envs, **kwargs)
 
 
@@ -450,7 +478,7 @@ def make_envs(args, num_envs, seed, video_folder=None):
             raise BadInput(f"--env-id {args.env_id}: {error}") from error
         of_arguments = TypeError | ValueError | OSError | ArithmeticError | AssertionError
         if isinstance(error, of_arguments) and parse_env_kwargs(args):
-            raise BadInput(f"--env-kwargs {args.env_kwargs}: {error}") from error
+            raise BadInput(f"--env-kwargs {args.env_kwargs}: {str(error) or repr(error)}") from error
         raise
     return envs
 
@@ -799,6 +827,8 @@ def load_agent(path) -> Agent:
     spaces = {name: SimpleNamespace(**space) for name, space in checkpoint["spaces"].items()}
     values = {f.name: f.default for f in fields(Args)} | checkpoint["args"]
     agent = Agent(SimpleNamespace(**spaces), SimpleNamespace(**values))
+    if agent.spaces != checkpoint["spaces"]:
+        raise BadInput(f"{path} is of another script")
     agent.load_state_dict(checkpoint["agent"])
     return agent.requires_grad_(False)
 

@@ -34,6 +34,9 @@ BAD = [
     ({"num_envs": 4, "num_steps": 1, "num_minibatches": 4}, "--num-minibatches 4 leaves fewer than 2 rows"),
     ({"num_envs": 4, "num_steps": 12, "num_minibatches": 4, "total_timesteps": 47}, "--total-timesteps 47"),
     ({"resume": "no/such/checkpoint.pt"}, "--resume no/such/checkpoint.pt"),
+    ({"update_epochs": 2.5}, "--update-epochs must be a whole number, not 2.5"),
+    ({"num_steps": float("nan")}, "--num-steps must be a whole number, not nan"),
+    ({"eval_episodes": float("inf")}, "--eval-episodes must be a whole number, not inf"),
 ]
 
 
@@ -45,6 +48,15 @@ def test_bad_numbers(script, flags, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         script.Args(**flags)
     assert "\n" not in str(error.value)
+
+
+def test_whole_numbers_may_be_floats(script):
+    """In Python, 1e6 is one; what is saved is an integer."""
+    args = script.Args(total_timesteps=1e6, eval_episodes=2.0, update_epochs=3.0, gamma=1.0)
+    numbers = args.total_timesteps, args.eval_episodes, args.update_epochs, args.given["total_timesteps"]
+    assert numbers == (1_000_000, 2, 3, 1_000_000)
+    assert {type(number) for number in numbers} == {int}
+    assert isinstance(args.gamma, float)
 
 
 def test_refusals_are_one_line(script):

@@ -66,17 +66,17 @@ BUDGETS = {
     ("ppo", "ppo_atari"): 170,
     ("ppo", "ppo_multidiscrete"): 140,
     ("ppo_atari", "ppo_atari_lstm"): 161,
-    ("ppo_multidiscrete", "ppo_multidiscrete_mask"): 52,
+    ("ppo_multidiscrete", "ppo_multidiscrete_mask"): 54,
 }
 # Lines of code outside section 3.
 CEILINGS = {
-    "ppo": 440,
-    "ppo_shared": 440,
-    "ppo_continuous_action": 511,
-    "ppo_atari": 450,
-    "ppo_atari_lstm": 485,
-    "ppo_multidiscrete": 470,
-    "ppo_multidiscrete_mask": 477,
+    "ppo": 448,
+    "ppo_shared": 449,
+    "ppo_continuous_action": 521,
+    "ppo_atari": 459,
+    "ppo_atari_lstm": 491,
+    "ppo_multidiscrete": 479,
+    "ppo_multidiscrete_mask": 487,
 }
 
 

@@ -361,6 +361,11 @@ def test_backends_that_cannot(script):
     for flags, words in (
         ({"env_id": "probe_envs:ConstBox-v0"}, "--backend envpool does not know --env-id"),
         ({"env_id": "Pendulum-v1", "backend": "mujoco"}, "--backend mujoco does not know --env-id"),
+        ({"env_id": "Hopper-v5", "backend": "Mujoco"}, "--backend Mujoco does not know --env-id"),
+        (
+            {"env_id": "Hopper-v5", "backend": "mujoco", "env_kwargs": '{"xml_file": "hopper.xml"}'},
+            "Hopper-v5 with another xml_file",
+        ),
         ({"env_id": "Hopper-v5", "backend": "mujoco", "async_envs": True}, "mujoco has threads of its own"),
         ({"env_id": "Pendulum-v1", "async_envs": True}, "--async-envs"),
         ({"env_id": "CheetahRun-v1", "capture_video": True}, "--capture-video"),
@@ -378,7 +383,12 @@ def test_backends_agree(script, env_id):
         args = script.Args(env_id=env_id, num_envs=2, backend=backend, num_steps=16, num_minibatches=1)
         envs = script.make_envs(args, 2, 3)
         actions = envs.single_action_space
-        spaces = envs.single_observation_space.shape, actions.low.tolist(), actions.high.tolist()
+        spaces = (
+            envs.single_observation_space.shape,
+            repr(actions),
+            actions.low.tolist(),
+            actions.high.tolist(),
+        )
         lengths, fillers = [], 0
         for _ in range(2 * (1000 if "Cheetah" in env_id else 200) + 3):
             envs.step(np.zeros((2, *envs.single_action_space.shape), envs.single_action_space.dtype))
@@ -387,6 +397,19 @@ def test_backends_agree(script, env_id):
         seen.append((str(spaces), lengths, fillers))
         envs.close()
     assert all(each == seen[0] for each in seen)
+
+
+@pytest.mark.scripts("ppo_continuous_action")
+def test_a_run_may_go_on_with_another_backend(script):
+    """As auto takes another one where only --num-envs is changed."""
+    flags = {"env_id": "InvertedPendulum-v5", "num_steps": 16, "num_minibatches": 2, "total_timesteps": 64}
+    checkpoint = script.train(script.Args(num_envs=2, **flags))["checkpoint"]
+    more = script.Args(resume=checkpoint, num_envs=8, total_timesteps=512)
+    assert (script.choose_backend(script.Args(num_envs=2, **flags)), script.choose_backend(more)) == (
+        "gymnasium",
+        "envpool",
+    )
+    assert script.train(more)["global_step"] > 400
 
 
 @pytest.mark.scripts("ppo_continuous_action")

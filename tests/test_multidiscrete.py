@@ -198,18 +198,25 @@ def test_a4_taxi_has_masks_of_its_own(script):
     assert script.train(args)["global_step"] > 900
 
 
+LAYOUTS = {
+    "list": lambda mask: mask.tolist(),
+    "tuple": lambda mask: (mask[:3], mask[3:]),
+    "nested": lambda mask: ((mask[:3],), (mask[3:],)),  # as sample() has it for a matrix of components
+    "short": lambda mask: mask[:-1].tolist(),
+    "dict": lambda mask: {"first": mask[:3], "second": mask[3:]},
+    "None": lambda mask: None,
+}
+
+
 class Layout(gym.Wrapper):
-    """Masks as lists, or as tuples of one array for each component; none after an episode's end."""
+    """Masks in a layout; none after an episode's end."""
 
     def __init__(self, env, layout):
         super().__init__(env)
         self.layout = layout
 
     def laid_out(self, info):
-        mask = info["action_mask"]
-        if self.layout == "short":
-            return {"action_mask": mask[:-1].tolist()}
-        return {"action_mask": mask.tolist() if self.layout == "list" else (mask[:3], mask[3:])}
+        return {"action_mask": LAYOUTS[self.layout](info["action_mask"])}
 
     def reset(self, **kwargs):
         obs, info = self.env.reset(**kwargs)
@@ -221,13 +228,13 @@ class Layout(gym.Wrapper):
 
 
 @MASK
-@pytest.mark.parametrize("layout", ["list", "tuple", "short"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a4_layouts_of_masks(script, layout):
     """The environment fails at a masked choice."""
     make = lambda: Layout(gym.make("probe_envs:Mask-v0"), layout)  # noqa: E731
     gym.register("Layout-v0", entry_point=make)
     try:
-        if layout == "short":
+        if layout in ("short", "dict", "None"):
             with pytest.raises(script.BadInput, match=r"infos must hold an action_mask for each .* 7 flags"):
                 script.train(make_args(script, env_id="Layout-v0"))
         else:
@@ -243,6 +250,8 @@ def test_a4_agents_with_masks_are_refused_without(script):
     checkpoint = script.train(make_args(script))["checkpoint"]
     with pytest.raises(other.BadInput, match="is of another script"):
         other.train(other.Args(resume=checkpoint, total_timesteps=10_000))
+    with pytest.raises(other.BadInput, match="is of another script"):
+        other.load_agent(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -348,6 +357,36 @@ def test_time_limit_and_score_of_microrts(script):
     assert {0, 215, 235} <= set(np.unique(frames[0]))  # nothing, bases, resources
 
 
+def test_films_of_microrts_show_orders_and_loads(script):
+    """A worker beside resources harvests: it is darker, then blue and green."""
+    envs = script.make_envs(script.Args(num_envs=1), 1, 1)
+    kind = envs.unwrapped.layers[0, 3]
+    (y, x), (ry, rx) = next(
+        (worker, resource)
+        for worker in np.argwhere(kind == 4)
+        for resource in np.argwhere(kind == 1)
+        if np.abs(worker - resource).sum() == 1
+    )
+    direction = [(-1, 0), (0, 1), (1, 0), (0, -1)].index((ry - y, rx - x))
+    harvest = np.array([[y * 4 + x, 2, 0, direction, 0, 0, 0, 0]])
+    colors = [envs.render()[0][32 * y, 32 * x].tolist()]
+    for action in (harvest, *[0 * harvest] * 4):
+        envs.step(action)
+        colors.append(envs.render()[0][32 * y, 32 * x].tolist())
+    assert colors[0] == [0, 0, 175]
+    assert [0, 0, 115] in colors
+    assert colors[-1] == [0, 175, 175]
+
+
+def test_opponents_of_microrts_that_know_the_rules(script):
+    """Those that take a table of kinds of units: a rush of workers wins against one who does nothing."""
+    kwargs = '{"opponent": "abstraction.WorkerRush", "weights": [1, 0, 0, 0, 0, 0, 0]}'
+    envs = script.make_envs(script.Args(env_id=TASKS[1], env_kwargs=kwargs), 2, 1)
+    rows = [envs.step(np.zeros((2, 8), np.int64)) for _ in range(200)]
+    assert any(terminations.all() for _, _, terminations, _, _ in rows)
+    assert min(rewards.min() for _, rewards, *_ in rows) < 0
+
+
 def test_env_kwargs_of_microrts(script):
     """They replace arguments of the task; those that it does not have are refused."""
     args = script.Args(env_id=TASKS[0], num_envs=1, env_kwargs='{"time_limit": 3}')
@@ -361,6 +400,9 @@ def test_env_kwargs_of_microrts(script):
         '{"no_such": 1}',
         '{"weights": [1, 2]}',
         '{"opponent": "Nobody"}',
+        '{"opponent": "core.AI"}',
+        '{"time_limit": 0}',
+        '{"weights": null}',
     ):
         with pytest.raises(script.BadInput, match="--env-kwargs"):
             script.make_envs(script.Args(env_id=TASKS[0], num_envs=1, env_kwargs=kwargs), 1, 1)

@@ -360,6 +360,22 @@ def test_signals_with_processes_for_environments(script, number, status):
 
 
 @pytest.mark.scripts(*DISTINCT)
+def test_processes_for_environments_end_with_python(script):
+    """Also those that nobody closed, as after an error: they ignore the SIGTERM that Python has for them."""
+    flags = make_args(script, async_envs=True).given
+    code = (
+        f"import {script.__name__} as script\n"
+        "if __name__ == '__main__':\n"
+        f"    envs = script.make_envs(script.Args(**{flags}), 2, 1)\n"
+        "    raise RuntimeError('an error')"
+    )
+    Path("forgetful.py").write_text(code)
+    done = run("forgetful.py", PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("RuntimeError: an error")
+
+
+@pytest.mark.scripts(*DISTINCT)
 def test_kill_leaves_a_readable_checkpoint(script):
     """Checkpoints are written all the time here; kill -9 hits wherever it hits."""
     for attempt in range(3):
