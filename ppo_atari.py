@@ -58,6 +58,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # a later import would keep the process group from being destroyed
 import tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -730,6 +731,8 @@ def start_process(args) -> tuple[int, torch.device]:
     if args.world_size > 1 and not dist.is_initialized():
         # nccl averages gradients on GPUs; gloo carries what is on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        # Else a thread of gloo that still holds a tensor when Python ends would abort the process.
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.set_num_threads(args.torch_threads)
     keep_freed_memory()
@@ -905,8 +908,6 @@ def train(args) -> dict:
         print(f"{len(eval_returns)} of {args.eval_episodes} deterministic episodes, mean return {mean:.5g}")
     for resource in filter(None, (eval_envs, writer)):
         resource.close()
-    if dist.is_initialized() and device.type == "cuda":
-        dist.destroy_process_group()  # nccl warns without it; with gloo, a process was once seen to abort
     returns = progress["recent_returns"]
     result = {"episodic_return": float(np.mean(returns)) if returns else None, "sps": sps}
     result |= {"global_step": progress["global_step"], "checkpoint": checkpoint}

@@ -1,11 +1,13 @@
 """One of two processes under torchrun, for test_processes.py: python worker.py SCRIPT FOLDER."""
 
+import atexit
 import importlib
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from helpers import continuous, images, make_args, make_batch, recurrent
 
 
@@ -35,8 +37,11 @@ def part_of(batch, rank, size):
 
 def main(name, folder):
     script = importlib.import_module(name)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
+    atexit.register(
+        note_threads, Path(folder, f"{rank}.threads")
+    )  # runs last: after what the script registers
+    script.start_process(make_args(script, "Clock"))
     args, agent, optimizer, batch = global_batch(script, seed=0)
     debug = script.update(agent, optimizer, part_of(batch, rank, args.num_envs), args, 0.2)
     result = {"weights": [p.detach() for p in agent.parameters()], "debug": debug}
@@ -51,6 +56,11 @@ def main(name, folder):
         moments.merge()
         result["moments"] = [moments.count, moments.mean, torch.as_tensor(moments.std)]
     torch.save(result, f"{folder}/{rank}.pt")
+
+
+def note_threads(path):
+    """Writes the names of the threads of this process, one in each line (Linux)."""
+    path.write_text("".join(each.read_text() for each in Path("/proc/self/task").glob("*/comm")))
 
 
 def moment_rows():
