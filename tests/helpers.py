@@ -20,6 +20,7 @@ MULTI = ["ppo_multidiscrete", "ppo_multidiscrete_mask"]  # vectors or grids
 SCRIPTS = VECTOR + IMAGE + MULTI
 # One of each group with equal copies of sections 5 to 11, for tests of these that take their time.
 DISTINCT = ["ppo", "ppo_continuous_action", "ppo_atari_lstm", "ppo_multidiscrete_mask"]
+TRAINS = ["ppo_continuous_action", "ppo_atari_lstm"]  # train() is one of these in all scripts
 
 
 def continuous(script) -> bool:

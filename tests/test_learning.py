@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from helpers import IMAGE, MULTI, VECTOR, continuous, frames, images, make_args, value
+from helpers import IMAGE, MULTI, VECTOR, continuous, frames, images, make_args, recurrent, value
 
 GAMMA, LAMBDA = 0.9, 0.95
 LSTM = "ppo_atari_lstm"
-# Where rows go through convolutions: fewer of them, and a discount that needs fewer.
-SMALL = {"gamma": 0.8, "num_envs": 4, "num_steps": 63, "update_epochs": 8, "learning_rate": 1e-3}
-SMALL |= {"anneal_lr": True, "torch_threads": 1, "total_timesteps": 4 * 63 * 12}
+# Where rows go through convolutions: fewer of them (whole episodes of 9), and a discount that needs fewer.
+# The value of an LSTM learns more slowly, and at the rate that it needs, that of others swings by more than 2 %.
+SMALL = {"gamma": 0.8, "num_envs": 4, "num_steps": 36, "anneal_lr": True, "torch_threads": 1}
+SMALL |= {"total_timesteps": 4 * 36 * 16}
 
 
 def value_of(script, env, obs, **changes):
@@ -50,16 +51,16 @@ def test_time_limits_as_death(script):
 @pytest.mark.scripts("ppo_atari")
 def test_time_limits_bootstrap_with_images(script):
     """1 / (1 - 0.8)."""
-    values, _ = value_of(script, "Const", ONE, **SMALL)
+    values, _ = value_of(script, "Const", ONE, learning_rate=3e-4, **SMALL)
     assert values[0] == pytest.approx(5.0, rel=0.02)
 
 
 @pytest.mark.scripts(*IMAGE)
 def test_terminations_end_the_value_of_images(script):
     """An LSTM knows the 8 steps apart, and this is the value of the first; others have one value for all of them."""
-    values, _ = value_of(script, "Both", ONE, **SMALL)
+    values, _ = value_of(script, "Both", ONE, learning_rate=1e-3 if recurrent(script) else 3e-4, **SMALL)
     memoryless = 2.967  # where the mean of the 8 lambda-returns is the value itself
-    assert values[0] == pytest.approx((1 - 0.8**8) / 0.2 if script.__name__ == LSTM else memoryless, rel=0.03)
+    assert values[0] == pytest.approx((1 - 0.8**8) / 0.2 if recurrent(script) else memoryless, rel=0.03)
 
 
 @pytest.mark.scripts(LSTM)

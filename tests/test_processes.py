@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, continuous, environment, only_run, run, scalars, small_flags
+from helpers import ROOT, TRAINS, continuous, environment, only_run, run, scalars, small_flags
 from worker import global_batch, moment_rows
 
-pytestmark = pytest.mark.scripts("ppo", "ppo_continuous_action")  # of whose code the others have copies
-WITH_LSTM = ["ppo", "ppo_continuous_action", "ppo_atari_lstm"]
+pytestmark = pytest.mark.scripts("ppo_continuous_action")  # of whose code the others have copies
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -32,7 +31,7 @@ def ranks(script, tmp_path):
     return run_worker(script.__name__, tmp_path)
 
 
-@pytest.mark.scripts(*WITH_LSTM)
+@pytest.mark.scripts("ppo", "ppo_continuous_action", "ppo_atari_lstm")
 def test_a2_parallelized_gradient_update(script, ranks):
     """Two processes of n environments take the same step as one of 2n: one minibatch, one epoch, no normalization.
 
@@ -49,7 +48,6 @@ def test_a2_parallelized_gradient_update(script, ranks):
     assert all(torch.equal(a, b) for a, b in zip(*(saved["weights"] for saved in ranks), strict=True))
 
 
-@pytest.mark.scripts("ppo_continuous_action")
 def test_a2_normalizers_are_merged(script, ranks):
     """After each merge, mean and variance are those of the rows of both processes, each row once."""
     rows = torch.as_tensor(np.concatenate([moment_rows(), moment_rows() + 4]))
@@ -60,7 +58,7 @@ def test_a2_normalizers_are_merged(script, ranks):
         assert torch.allclose(std, rows.std(0, correction=0), rtol=1e-6)
 
 
-@pytest.mark.scripts(*WITH_LSTM)
+@pytest.mark.scripts(*TRAINS)
 def test_a2_a_run_of_two_processes(script):
     """Rows of both are counted, one folder is left, processes differ in their environments, the plan says it all."""
     flags = small_flags(script, "Score", iterations=8)
@@ -89,8 +87,8 @@ def test_a2_environments_differ_between_processes(script):
     assert len(returns) == len(set(returns)) >= 40
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_reach_all_processes(script, number, status):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_all_processes(script, number):
     """torchrun hands the signal on; the processes agree, save and end."""
     command = [
         *TORCHRUN,
@@ -116,7 +114,6 @@ def test_signals_reach_all_processes(script, number, status):
         "total_timesteps": checkpoint["progress"]["rows"] + 36,
     }
     assert script.train(script.Args(**flags))["global_step"] > checkpoint["progress"]["global_step"]
-    assert status > 128
 
 
 def test_bad_flags_under_torchrun(script):

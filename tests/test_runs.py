@@ -14,6 +14,7 @@ import torch
 from helpers import (
     DISTINCT,
     ROOT,
+    TRAINS,
     act,
     build,
     continuous,
@@ -270,6 +271,7 @@ def test_resume_of_a_resumed_run(script):
     assert "__1__" in third.name
 
 
+@pytest.mark.scripts(*TRAINS)
 def test_resume_keeps_flags_and_derives_the_rest_anew(script):
     """What was typed then is the default, what is typed now wins, also where it equals the script's default."""
     default_envs = script.Args().num_envs
@@ -317,7 +319,7 @@ def start(script, *flags, launcher=()):
     return process
 
 
-@pytest.mark.scripts(*DISTINCT)
+@pytest.mark.scripts(*TRAINS)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_save_and_exit(script, number, status):
     process = start(script, *small_flags(script, iterations=10**6), "--checkpoint-interval", 7)
@@ -334,7 +336,7 @@ def test_signals_save_and_exit(script, number, status):
     assert resumed["global_step"] > checkpoint["progress"]["global_step"]
 
 
-@pytest.mark.scripts(*DISTINCT)
+@pytest.mark.scripts(*TRAINS)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_with_processes_for_environments(script, number, status):
     """A terminal sends Ctrl-C to all of them, timeout and torchrun SIGTERM; the environments must live on until
@@ -375,7 +377,7 @@ def test_processes_for_environments_end_with_python(script):
     assert done.stderr.rstrip().endswith("RuntimeError: an error")
 
 
-@pytest.mark.scripts(*DISTINCT)
+@pytest.mark.scripts("ppo")  # save_checkpoint() is the same in all
 def test_kill_leaves_a_readable_checkpoint(script):
     """Checkpoints are written all the time here; kill -9 hits wherever it hits."""
     for attempt in range(3):
