@@ -143,7 +143,8 @@ def test_checkpoint_opens_with_the_defaults_of_torch(script):
 
 def test_load_agent(script):
     """From the file alone, on raw observations, as the agent that was trained acts."""
-    args = make_args(script, "Contextual", num_steps=64, total_timesteps=4 * 64 * 20)
+    few = {"learning_rate": 1e-3, "total_timesteps": 4 * 64 * 8} if images(script) else {}
+    args = make_args(script, "Contextual", **({"num_steps": 64, "total_timesteps": 4 * 64 * 20} | few))
     result = script.train(args)
     agent = script.load_agent(result["checkpoint"])
     raw_obs = frames(script, np.array([[-1.0], [1.0]]))
