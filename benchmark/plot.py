@@ -249,9 +249,9 @@ def first_reached(curve, target) -> tuple[float, float] | None:
 def table_of_times() -> str:
     """Minutes and steps to the published score, seed 1, by number of environments; "" without results."""
     numbers, known = ["1", "8", "16", "64", "256"], published()
-    curves = {(c.env, c.name or "1"): c for plan in ("mujoco", "times") for c in load(plan) if c.seed == 1}
+    curves = {(c.env, c.name): c for c in load("times") if c.seed == 1}
     lines = []
-    for env in dict.fromkeys(c.env for c in load("times")):
+    for env in dict.fromkeys(env for env, _ in curves):
         target = known["ppo_continuous_action", env]["CleanRL"][0]
         cells = [env, f"{target:,.1f}"]
         for n in numbers:

@@ -207,11 +207,9 @@ def test_time_to_score():
 
 def test_table_of_times(monkeypatch):
     """Seed 1 of each number of environments; one that does not get there, and one that was not run."""
-    runs = {
-        "mujoco": [curve([0] * k + [1500] * 30, 1000, seed=seed) for seed, k in ((1, 9), (2, 5))],
-        "times": [curve([0] * 2 + [1500] * 30, 100, "8"), curve([0] * 30, 100, "64")],
-    }
-    monkeypatch.setattr(plot, "load", lambda plan: runs[plan])
+    runs = [curve([0] * k + [1500] * 30, 1000, "1", seed) for seed, k in ((1, 9), (2, 5))]
+    runs += [curve([0] * 2 + [1500] * 30, 100, "8"), curve([0] * 30, 100, "64")]
+    monkeypatch.setattr(plot, "load", {"times": runs}.get)
     row = plot.table_of_times().splitlines()[-1]
     assert row == "| HalfCheetah-v4 | 1,442.6 | 19.0 min, 0.19M | 3.0 min, 0.03M |  | not reached |  |"
 
